@@ -1,0 +1,49 @@
+# Everything a fresh machine needs is Python 3.11+ and make. `make` prints the verbs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    := OMP_NUM_THREADS=1 $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types contracts matrix chaos bench docs clean
+
+help:  ## print the verbs
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.ready  ## make .venv with the tested builds
+
+demo: setup  ## train on 2 processes, resume on 1, generate text (about 3 minutes)
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
+
+test: setup  ## run the tests (a sample of the big matrices)
+	$(RUN) -m pytest -q -m "not matrix and not chaos and not gpu"
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup  ## mypy, strict on the torch-free rooms
+	$(BIN)/mypy
+
+contracts: setup  ## import-linter: which room may import which
+	$(BIN)/lint-imports
+
+matrix: setup  ## the big matrices, whole
+	$(RUN) -m pytest -q -m matrix
+
+chaos: setup  ## kill and stop ranks at many moments
+	$(RUN) -m pytest -q -m chaos
+
+bench: setup  ## meshwright beside a hand-written loop, as ratios
+	$(RUN) bench/compare.py
+
+docs: setup  ## write docs/recipe.md from the code
+	$(RUN) -m meshwright.spec.document > docs/recipe.md
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist runs src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

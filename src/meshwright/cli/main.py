@@ -1,0 +1,122 @@
+"""The command line: which words it takes, and how it ends. Commands are imported when they are called, torch later."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from meshwright import __version__
+from meshwright.errors import MeshwrightError
+
+EPILOG: Final = """\
+exit codes: 0 done; 2 a wrong description; 4 a failed run; 5 a checkpoint; 70 our own bug; 130 Ctrl-C
+every key of a recipe: docs/recipe.md"""
+
+
+def entry() -> NoReturn:
+    """Run the program and exit with its code."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the words after the program's name.
+
+    Returns:
+        The exit code (see `errors`).
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return int(_command(options))
+    except MeshwrightError as error:
+        if options.debug:
+            raise
+        _say_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe (`| head`) has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if options.debug:
+            raise
+        print(
+            f"meshwright failed by a fault of its own: {type(error).__name__}: {error}\n"
+            "Please report it with what --debug prints.",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def _command(options: argparse.Namespace) -> int:
+    if options.command == "train":
+        from meshwright.cli.train import train
+
+        return train(options)
+    from meshwright.cli.checkpoint import checkpoint
+
+    return checkpoint(options)
+
+
+def _say_error(error: MeshwrightError) -> None:
+    """Print an error once: under torchrun every rank may have it, and rank 0 speaks for all."""
+    if not getattr(error, "said", False):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="Trains a PyTorch model on any number of processes exactly as one process would.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_checkpoint(commands)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser("train", help="train a recipe", description="Train what a recipe describes.")
+    train.add_argument("recipe", metavar="RECIPE.toml", help="what to train; docs/recipe.md lists every key")
+    train.add_argument("--nproc", type=int, metavar="N", help="processes (default: the layout's product, else one a GPU, else 1)")
+    train.add_argument("--run-dir", metavar="D", help="run folder (default: runs/NAME-TIME)")
+    train.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as in optimizer.lr=1e-3"
+    )
+    train.add_argument("--resume", action="store_true", help="continue the newest good checkpoint of the run folder")
+    _add_debug(train)
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "look at checkpoints, without torch"
+    checkpoint = commands.add_parser("checkpoint", help=about, description=about.capitalize() + ".")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    texts = {
+        "ls": "list the checkpoints of a run folder, newest first",
+        "show": "print what a checkpoint holds",
+        "verify": "read every byte and compare it with the manifest",
+        "digest": "compute weights_sha256 from the file",
+        "export": "write the weights alone as one safetensors file",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+        action.add_argument("dir", metavar="DIR", help="a run folder (its newest good checkpoint), or one checkpoint")
+        if name in ("ls", "show", "verify"):
+            action.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        if name == "export":
+            action.add_argument("--output", required=True, metavar="F.safetensors", help="file to write; must not exist")
+        _add_debug(action)
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -1,0 +1,76 @@
+"""`meshwright train`: find everything wrong that can be found without starting a process, then start the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+
+from meshwright.errors import SpecError
+from meshwright.spec.batch import plan_batch
+from meshwright.spec.layout import resolve
+from meshwright.spec.load import load
+from meshwright.spec.recipe import Recipe
+from meshwright.train.environ import check_nproc, read_place
+from meshwright.train.launch import launch
+from meshwright.train.run_folder import find_start
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train what `options.recipe` names; returns the exit code."""
+    recipe = load(options.recipe, options.set)
+    place = read_place()
+    if place is not None:
+        check_nproc(options.nproc, place, origin="--nproc")
+    folder = Path(options.run_dir) if options.run_dir else None
+    if folder is None and options.resume:
+        raise SpecError("--resume", "needs the run folder that it continues.", _newest_run(Path(options.recipe).stem))
+    if folder is None and place is None:
+        folder = default_folder(options.recipe)
+    nproc = place.world_size if place else _nproc(recipe, options.nproc)
+    _require_whole(recipe, nproc)
+    if folder is not None and (place is None or place.rank == 0):
+        find_start(folder, recipe, resume=options.resume, hashes=False)
+    work = partial(train_rank, recipe, folder, options.recipe, options.resume)
+    launch(work, nproc, timeout_s=recipe.train.timeout_s, log_dir=folder if options.debug else None)
+    return 0
+
+
+def default_folder(recipe: str) -> Path:
+    """`runs/NAME-TIME`."""
+    return Path("runs", f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _newest_run(name: str) -> str:
+    found = sorted(path for path in Path("runs").glob(f"{name}-*") if path.is_dir())
+    return f"Nearest: --run-dir {found[-1]}." if found else "Name it with --run-dir."
+
+
+def _nproc(recipe: Recipe, asked: int | None) -> int:
+    """What was asked for; else the layout's product; else one for each GPU; else 1."""
+    section = recipe.layout
+    is_open = section.dp_replicate is None and section.dp_shard * section.tp * section.pp == 1
+    available = 1
+    if asked is None and is_open:
+        import torch
+
+        available = max(1, torch.cuda.device_count())
+    return resolve(section, asked, available).world_size
+
+
+def _require_whole(recipe: Recipe, nproc: int) -> None:
+    """The layout multiplies to nproc, and the batch identity has a whole solution on it."""
+    plan_batch(recipe.batch, resolve(recipe.layout, nproc).dp_degree)
+
+
+def train_rank(recipe: Recipe, folder: Path | None, name: str, resume: bool) -> None:
+    """What each rank does."""
+    from meshwright.train.agree import Agreement
+    from meshwright.train.run import run_recipe
+    from meshwright.train.world import join_world
+
+    with join_world(recipe.train.timeout_s) as world:
+        if folder is None:
+            folder = Agreement(world.rank, world.world_size).on_rank_0(lambda: default_folder(name))
+        run_recipe(recipe, folder, resume=resume, world=world)

@@ -1,0 +1,115 @@
+"""From `[model]` to an nn.Module with its initial weights, equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from meshwright.errors import SpecError
+from meshwright.models.gpt2 import Gpt2
+from meshwright.models.init import initialise
+from meshwright.models.llama import Llama
+from meshwright.models.resolve import call_build, resolve_callable
+from meshwright.spec.sections import ModelSection
+from meshwright.spec.shape import DecoderShape, resolve_shape
+
+
+_HF_HINT = 'Load it in a function of your own and name that: build = "package.module:function".'
+
+
+def build_model(
+    section: ModelSection, *, seq_len: int, tokenizer_vocab: int | None, seed: int, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Build the model that a recipe describes, on the CPU.
+
+    Args:
+        section: `[model]`.
+        seq_len: tokens per row that the model will see; for `name`.
+        tokenizer_vocab: ids that the tokenizer can produce, None if the data does not say; for `name`.
+        seed: the recipe's.
+        dtype: of the masters: float32, or float64 for proofs.
+
+    Raises:
+        SpecError: sizes that do not fit together, or a `build` function that cannot be found or called.
+    """
+    if section.hf is not None:
+        raise SpecError(f'model.hf = "{section.hf}"', "this version trains `name` and `build` models.", _HF_HINT)
+    if section.build is not None:
+        return build_own(section.build, dict(section.arguments), seed, dtype)
+    return build_reference(resolve_shape(section, seq_len, tokenizer_vocab), seed, dtype)
+
+
+def build_reference(shape: DecoderShape, seed: int, dtype: torch.dtype = torch.float32) -> Gpt2 | Llama:
+    """Build a reference model with initial weights that depend on (seed, parameter name) only."""
+    with torch.device("meta"):  # no memory and no default initialisation
+        model = Gpt2(shape) if shape.name == "gpt2" else Llama(shape)
+    model.to(dtype).to_empty(device="cpu")
+    model.tie()
+    initialise(model, seed)
+    return model
+
+
+def build_own(spec: str, arguments: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the user's own model. What its constructor made is kept, pretrained weights included."""
+    key = "model.build"
+    made = call_build(resolve_callable(spec, key), arguments, spec=spec, key=key, seed=build_seed(seed, key))
+    return adopt(made, f'{key} = "{spec}"', dtype)
+
+
+def adopt(made: Any, asked: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Take a user's module over: its parameters must have values, and its floating-point tensors become `dtype`.
+
+    Args:
+        made: what the user's function returned.
+        asked: what it was asked through, for messages.
+        dtype: of the masters.
+
+    Raises:
+        SpecError: it is no module, or parameters have no values yet.
+    """
+    model = _require_module(made, asked)
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)  # in place, so that ties hold
+    return model
+
+
+def build_seed(seed: int, key: str) -> int:
+    """The seed under which a `build` function runs: its own for each recipe key, the same on every rank."""
+    digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _require_module(made: Any, asked: str) -> nn.Module:
+    """The result as a module whose parameters exist."""
+    if not isinstance(made, nn.Module):
+        raise SpecError(asked, f"returned {_kind(made)}, and a torch.nn.Module is needed.", _return_hint(made))
+    for name, parameter in made.named_parameters():
+        if is_lazy(parameter):
+            raise SpecError(
+                asked, f"`{name}` has no shape yet.", "Run one batch through the model before you return it."
+            )
+        if parameter.is_meta:
+            rule = f"`{name}` is on the meta device and has no values."
+            raise SpecError(asked, rule, "Return the model with its weights, on the CPU.")
+    return made
+
+
+def _kind(made: Any) -> str:
+    if isinstance(made, type):
+        return f"the class {made.__name__}"
+    return "None" if made is None else f"a value of type {type(made).__name__}"
+
+
+def _return_hint(made: Any) -> str:
+    if made is None:
+        return "Does the function end without `return`?"
+    if isinstance(made, type):
+        return f"Return {made.__name__}(...), an object of it."
+    parts = made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ()
+    return "Return the model alone." if any(isinstance(part, nn.Module) for part in parts) else ""

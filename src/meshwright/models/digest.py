@@ -1,0 +1,38 @@
+"""One digest of a model's weights: equal if and only if names, types, shapes and every bit are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def state_items(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers in the sorted order of names; a tied tensor once, under its first name."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, value in sorted(model.state_dict(keep_vars=True).items()):
+        if isinstance(value, Tensor):  # a module's extra state may be anything
+            first.setdefault(id(value), (name, value))
+    return list(first.values())
+
+
+def weights_sha256(items: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over (name, tensor) pairs in the sorted order of names.
+
+    Of each: name, dtype (`float32`) and shape (`4,5`; empty for a scalar) as UTF-8, each ended by a zero byte, then the
+    raw bytes, contiguous and little-endian, as on every machine that torch runs on.
+
+    Args:
+        items: whole tensors; of a sharded model, gather them first.
+    """
+    total = hashlib.sha256()
+    for name, tensor in sorted(items, key=lambda item: item[0]):
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape))
+        total.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw: Any = flat.view(torch.uint8).numpy()  # a buffer, which the stubs do not say
+        total.update(raw)
+    return total.hexdigest()

@@ -1,0 +1,40 @@
+"""Data parallelism in full precision: DistributedDataParallel around the entry."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.parallel.entry import Entry, Parallel
+from meshwright.parallel.mesh import Mesh
+
+
+def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parallel:
+    """Average gradients over the data-parallel ranks in buckets, while backward still runs.
+
+    Args:
+        model: equal on all ranks.
+        mesh: pure data parallel.
+        may_skip_parameters: the model may leave parameters without a gradient, which DDP must then look for.
+    """
+    entry = Entry(model)
+    if mesh.layout.dp_degree == 1 or not any(p.requires_grad for p in model.parameters()):
+        return Parallel(model, entry, gradient_scale=1.0, set_sync=lambda on: None)
+    # torch 2.13 renamed broadcast_buffers and warns of the old name; 2.11 knows only that one.
+    names = inspect.signature(DistributedDataParallel).parameters
+    no_broadcast = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+    ddp = DistributedDataParallel(
+        entry,
+        # Replicas are equal by construction and checked; DDP's own broadcast would hide that they were not.
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=may_skip_parameters,
+        **no_broadcast,
+    )
+
+    def set_sync(on: bool) -> None:
+        ddp.require_backward_grad_sync = on
+
+    return Parallel(model, ddp, gradient_scale=float(mesh.layout.dp_degree), set_sync=set_sync)

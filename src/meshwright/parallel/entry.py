@@ -1,0 +1,44 @@
+"""The one door through which a step enters the model, whatever wraps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch.nn as nn
+
+
+@final
+class Entry(nn.Module):
+    """Calls any function of the model as one forward pass.
+
+    DDP and its kind act on `forward` alone. With the loss function inside it, that function may call the model several
+    times, or its methods, and still be one forward pass; and the model keeps its class, attributes and parameter names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self.model, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """A model that has been spread over the mesh.
+
+    Attributes:
+        bare: the user's module; its parameter names are those of checkpoints.
+        entry: call it as entry(function, *args): function(bare, *args) as one forward pass.
+        gradient_scale: gradients after backward times this are the sum over all data-parallel ranks.
+        set_sync: set_sync(False) keeps the next forward and backward from reducing gradients.
+        local_gradients: with set_sync(False), `.grad` after backward is this rank's own gradient.
+    """
+
+    bare: nn.Module
+    entry: nn.Module
+    gradient_scale: float
+    set_sync: Callable[[bool], None]
+    local_gradients: bool = True

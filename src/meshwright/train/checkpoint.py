@@ -1,0 +1,157 @@
+"""Saving and loading the state of a training. Rank 0 writes; every rank loads.
+
+Contract 8: written beside, published by one rename, so that a kill at any moment leaves the last good one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from meshwright.errors import CheckpointError
+from meshwright.models.digest import state_items, weights_sha256
+from meshwright.train import stored
+from meshwright.train.optimizer import load_named_state, named_state
+from meshwright.train.step import local
+from meshwright.train.stored import MANIFEST, MODEL, OPTIMIZER, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a checkpoint holds besides its manifest.
+
+    Attributes:
+        model: bare module.
+        optimizer: its optimizer.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, whole, on the host, a tied tensor once."""
+        return {name: local(t.detach()).cpu().contiguous() for name, t in state_items(self.model)}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Optimizer state, whole, on the host."""
+        return {name: local(t.detach()).cpu().contiguous() for name, t in named_state(self.optimizer).items()}
+
+
+def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> Path:
+    """Save and publish a checkpoint. Rank 0 calls it, through `Agreement`, so that all ranks learn how it went.
+
+    Args:
+        home: the `checkpoints` folder.
+        step: optimizer steps done.
+        state: model and optimizer; whole on every rank.
+        facts: further entries of the manifest.
+        keep_last: whole checkpoints to keep, this one among them.
+
+    Raises:
+        CheckpointError: it could not be written. What was there before is untouched.
+    """
+    target = home / stored.folder_name(step)
+    try:
+        _write(target, step, state, facts, keep_last)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"checkpoint {target}", f"could not be written: {reason}.", "Earlier checkpoints are untouched.") from error
+    return target
+
+
+def _write(target: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> None:
+    home = target.parent
+    home.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(home)
+    beside = home / f".{target.name}.writing"
+    beside.mkdir()
+    weights = state.weights()
+    save_file(weights, beside / MODEL)
+    save_file(state.moments(), beside / OPTIMIZER)
+    files = {name: _facts(beside / name) for name in (MODEL, OPTIMIZER)}
+    manifest = {"format": stored.FORMAT, "step": step, **facts, "weights_sha256": weights_sha256(weights.items()), "files": files}
+    (beside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in (*beside.iterdir(), beside):
+        _sync(path)
+    _publish(beside, target)
+    _prune(home, step, keep_last)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": stored.file_sha256(path)}
+
+
+def _sync(path: Path) -> None:
+    """Force a file or folder to the disk: a rename may otherwise reach it before the data does."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _publish(beside: Path, target: Path) -> None:
+    if target.exists():  # the same step again, after resuming from an earlier one
+        target.rename(target.with_name(f".{target.name}.old"))
+    beside.rename(target)
+    _sync(target.parent)
+    _clear_leftovers(target.parent)
+
+
+def _prune(home: Path, step: int, keep_last: int) -> None:
+    """Remove whole checkpoints beyond the newest `keep_last`; hidden by a rename first, so that none is half removed.
+
+    Torn ones do not count, or a torn newer one would push out the good one that was just written.
+    """
+    whole = [path for path in stored.candidates(home) if stored.is_whole(path) and path.name <= stored.folder_name(step)]
+    for path in whole[keep_last:]:
+        path.rename(path.with_name(f".{path.name}.old"))
+    _clear_leftovers(home)
+
+
+def _clear_leftovers(home: Path) -> None:
+    """Remove what a killed run left: half-written checkpoints, and ones on their way out."""
+    for path in home.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load(checkpoint: Stored, state: State) -> None:
+    """Put a checkpoint into the model and the optimizer of this rank.
+
+    Raises:
+        CheckpointError: a file cannot be read here, or its tensors are not the model's.
+    """
+    weights, moments = _read(checkpoint.path / MODEL), _read(checkpoint.path / OPTIMIZER)
+    wanted = dict(state_items(state.model))
+    _require_same(checkpoint, weights, wanted)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            local(tensor).copy_(weights[name])
+    load_named_state(state.optimizer, moments)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}", f"cannot be read: {error}.", "Every rank needs to see the run folder.") from error
+
+
+def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    other = [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
+    for names, what in ((missing, "lacks"), (extra, "has beyond the model's"), (other, "has in another shape")):
+        if names:
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise CheckpointError(f"checkpoint {checkpoint.path}", f"{what}: {listed}.", "The model must be the one that was saved.")

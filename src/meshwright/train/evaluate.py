@@ -1,0 +1,55 @@
+"""Validation: each held-out sample counts once, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshwright.spec.batch import BatchPlan, microbatches_of_rank
+from meshwright.train.loader import Place, Source, to_device
+from meshwright.train.loss import pairs_of
+from meshwright.train.order import Split
+from meshwright.train.step import Stepper
+
+
+def held_out_places(split: Split, batch: BatchPlan, dp_rank: int) -> Iterator[Place]:
+    """This rank's microbatches of the held-out samples: as many on each rank, with stand-ins where rows run out.
+
+    Ranks that stop at different times would leave the others in a collective; ranks that repeat a sample to come out
+    even would count it twice. A stand-in is run and counts for nothing.
+    """
+    size = batch.microbatch_size
+    total = -(-split.num_held_out // size)
+    mine = microbatches_of_rank(total, batch.dp_degree, dp_rank)
+    for k in range(-(-total // batch.dp_degree)):
+        index = mine[k] if k < len(mine) else 0
+        ids = split.held_out_ids(np.arange(index * size, min((index + 1) * size, split.num_held_out), dtype=np.int64))
+        yield Place(step=0, epoch=0, index=index, ids=ids if k < len(mine) else ids[:0], read=ids, last=False)
+
+
+def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int]:
+    """Mean loss over the held-out samples, and how many there were; collective, the same answer on every rank."""
+    model, batch = stepper.parallel.bare, stepper.rules.batch
+    sums: torch.Tensor | None = None
+    model.eval()
+    try:
+        with torch.no_grad():
+            for microbatch in source.stream(held_out_places(split, batch, stepper.mesh.dp_rank)):
+                rows = to_device(microbatch.batch, stepper.mesh.device)
+                pairs = pairs_of(stepper.loss(model, rows), rows)
+                weight = 1.0 if len(microbatch.ids) else 0.0
+                row = [[float(p.total) * weight, float(p.count) * weight] for p in pairs]
+                these = torch.tensor([*row, [float(len(microbatch.ids)), 1.0]], dtype=torch.float64)
+                sums = these if sums is None else sums + these
+    finally:
+        model.train()
+    assert sums is not None, "a split without held-out samples is not evaluated"
+    sums = sums.to(stepper.mesh.device)
+    if batch.dp_degree > 1:
+        dist.all_reduce(sums)
+    *rows_of_pairs, (samples, _) = sums.tolist()
+    return math.fsum(total / max(count, 1.0) for total, count in rows_of_pairs), int(samples)

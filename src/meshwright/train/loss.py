@@ -1,0 +1,124 @@
+"""Loss as contract 3 has it: pairs of a sum and a count, each divided once by its own count over the whole step.
+
+A mean of means weighs a microbatch of 1 label as much as one of 1000; a sum and a count never do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from meshwright.errors import MeshwrightWarning, SpecError
+from meshwright.train.corpus import IGNORED
+from meshwright.train.loader import Batch
+
+LossFunction = Callable[[nn.Module, Batch], Any]
+"""f(model, batch) -> (sum, count), a list of such pairs, or (weighted by what the batch counts) a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One term of the loss in one microbatch.
+
+    Attributes:
+        total: scalar, attached to the graph.
+        count: what the sum is divided by once it is summed over the step.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+
+
+def token_cross_entropy(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy summed over the label tokens, and their number; labels of -100 count for nothing.
+
+    Args:
+        model: tokens (b, s) -> logits (b, s, v), or an output that has them as `.logits`.
+        batch: `tokens` and `labels`, each (b, s) int64.
+    """
+    tokens, labels = _tokens_and_labels(batch)
+    out = model(tokens)
+    logits = out.logits if hasattr(out, "logits") else out
+    # fp32 for the sum over the vocabulary and the tokens; fp64 stays fp64
+    logits = logits.flatten(0, 1) if logits.dtype == torch.float64 else logits.flatten(0, 1).float()
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def _tokens_and_labels(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(batch, dict) and "tokens" in batch and "labels" in batch:
+        return batch["tokens"], batch["labels"]
+    got = f"keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    raise SpecError(
+        "the default loss (token cross-entropy)",
+        f"needs batches with `tokens` and `labels`; the data set gives {got}.",
+        "Name your own: loss.build = \"package.module:function\", f(model, batch) -> (sum, count).",
+    )
+
+
+def pairs_of(result: Any, batch: Batch) -> list[Pair]:
+    """What a loss function returned, as pairs.
+
+    Raises:
+        SpecError: it is no pair, list of pairs or scalar.
+    """
+    if isinstance(result, torch.Tensor) and result.ndim == 0:
+        return [_weighted_mean(result, batch)]
+    if isinstance(result, tuple) and len(result) == 2 and _is_pair(result):
+        return [Pair(*result)]
+    if isinstance(result, list | tuple) and result and all(_is_pair(item) for item in result):
+        return [Pair(*item) for item in result]
+    raise SpecError(
+        "the loss function",
+        f"returned {_describe(result)}; it must return (sum, count), or a list of such pairs.",
+        "Sum over the samples or label tokens of the microbatch, and return how many there were.",
+    )
+
+
+def _is_pair(item: Any) -> bool:
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    total, count = item
+    is_scalar = isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()
+    return is_scalar and (isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1))
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, Sequence) and not isinstance(result, str):
+        return f"a {type(result).__name__} of {', '.join(type(item).__name__ for item in result) or 'nothing'}"
+    return f"a {type(result).__name__}"
+
+
+def _weighted_mean(mean: torch.Tensor, batch: Batch) -> Pair:
+    """A bare mean is weighted by its labels; where the batch does not say how many, by its rows, with a warning."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        count = (labels != IGNORED).sum()
+        return Pair(torch.where(count > 0, mean, mean.new_zeros(())) * count, count)
+    rows = _rows(batch)
+    warnings.warn(
+        "the loss function returns one number. meshwright takes it for a mean over the rows of the microbatch and weighs "
+        f"it by their number (here {rows}). If it is a mean over anything else (tokens, boxes), microbatches are weighed "
+        "wrongly: return (sum, count).",
+        MeshwrightWarning,
+        stacklevel=2,
+    )
+    return Pair(mean * rows, float(rows))
+
+
+def _rows(batch: Batch) -> int:
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    items = list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, list | tuple) else []
+    for item in items:
+        if isinstance(item, torch.Tensor | dict | list | tuple):
+            return _rows(item)
+    raise SpecError("the loss function", "returned one number, and its batch does not say how many rows it has.", "Return (sum, count).")

@@ -1,0 +1,111 @@
+"""The optimizer a recipe names, its parameter groups, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn as nn
+
+from meshwright.errors import SpecError
+from meshwright.spec.optimizers import OPTIMIZERS, Group, groups_of, normalised
+from meshwright.spec.sections import OptimizerSection
+
+PEAK: Final = "peak_lr"
+"""Key of a parameter group that holds its rate before the schedule."""
+
+NAMES: Final = "param_names"
+"""Key of a parameter group that holds the names of its parameters; torch's own, where it was given named parameters."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""A user's own optimizer: from parameter groups (here one) to an optimizer, as torch.optim's classes are."""
+
+
+def build_optimizer(
+    section: OptimizerSection,
+    named: Named,
+    *,
+    reduction: str = "fast",
+    lr_factor: float = 1.0,
+    factory: OptimizerFactory | None = None,
+) -> torch.optim.Optimizer:
+    """Make the optimizer over the trainable parameters.
+
+    Args:
+        section: name, rate, options and groups.
+        named: every parameter once, with its name.
+        reduction: fast | exact; decides about fused kernels.
+        lr_factor: what `lr_scaling` multiplies every rate by.
+        factory: takes the place of `name` and its options.
+
+    Raises:
+        SpecError: nothing to train, or a group's pattern matches no parameter.
+    """
+    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not trainable:
+        raise SpecError("the model", f"has no trainable parameter ({len(named)} in all).", "Set requires_grad on some.")
+    groups = [_group(members, group) for members, group in _assign(groups_of(section), trainable)]
+    if factory is None:
+        options = normalised(section, reduction=reduction)
+        optimizer = getattr(torch.optim, OPTIMIZERS[section.name].torch_name)(groups, **options)
+    else:
+        optimizer = factory(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError("optimizer", f"made a {type(optimizer).__name__}, and a torch.optim.Optimizer is needed.")
+    for group in optimizer.param_groups:
+        group["lr"] *= lr_factor
+        group[PEAK] = group["lr"]
+    return optimizer
+
+
+def _assign(groups: Sequence[Group], named: Named) -> list[tuple[Named, Group]]:
+    """Each parameter goes to the first group whose pattern matches its name, else to the rest."""
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(groups) + 1)]
+    for name, parameter in named:
+        matches = (i for i, group in enumerate(groups) if fnmatch.fnmatchcase(name, group.pattern))
+        members[next(matches, len(groups))].append((name, parameter))
+    for i, group in enumerate(groups):
+        if not members[i]:
+            raise SpecError(
+                f"optimizer.groups[{i}].pattern = {group.pattern!r}",
+                "matches no trainable parameter that an earlier group has not taken.",
+                f"Names look like {', '.join(name for name, _ in named[:4])}.",
+            )
+    rest = Group("*", {})
+    return [(found, group) for found, group in zip(members, [*groups, rest], strict=True) if found]
+
+
+def _group(members: Named, group: Group) -> dict[str, Any]:
+    return {"params": [p for _, p in members], NAMES: [name for name, _ in members], **group.options}
+
+
+def set_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> float:
+    """Give every group its peak rate times the schedule's multiplier; return the first group's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group[PEAK] * multiplier
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def named_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Optimizer state as flat names, `NAME_OF_STATE/NAME_OF_PARAMETER` -> tensor. Scalars are tensors of no dimension."""
+    flat = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group[NAMES], group["params"], strict=True):
+            for state, value in optimizer.state.get(parameter, {}).items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                flat[f"{state}/{name}"] = tensor
+    return flat
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, flat: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `named_state` gave, each tensor on its parameter's device, in the type it was saved in."""
+    parameters = {n: p for g in optimizer.param_groups for n, p in zip(g[NAMES], g["params"], strict=True)}
+    for key, tensor in flat.items():
+        state, _, name = key.partition("/")
+        if name in parameters:
+            parameter = parameters[name]
+            on_cpu = tensor.ndim == 0  # torch keeps step counters on the host unless told otherwise
+            optimizer.state[parameter][state] = tensor.clone() if on_cpu else tensor.to(parameter.device).clone()

@@ -1,0 +1,71 @@
+"""Do the ranks still hold the same thing? Weights must be equal, buffers may have drifted; both are compared by hash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from meshwright.errors import RankDisagreement
+from meshwright.models.anatomy import batch_norms, parameters_in_order
+from meshwright.train.step import local
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def disagreeing(named: NamedTensors, world_size: int) -> list[str]:
+    """Names of tensors that are not bit-equal on all ranks; collective, the same answer everywhere.
+
+    One 64-bit hash a tensor travels, so a check costs one pass over the weights.
+    """
+    if world_size == 1 or not named:
+        return []
+    named = [(name, local(tensor.detach())) for name, tensor in named if tensor.numel()]
+    mine = torch.stack([torch.hash_tensor(tensor).view(torch.int64).cpu().reshape(()) for _, tensor in named])
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return [name for (name, _), same in zip(named, (low == high).tolist(), strict=True) if not same]
+
+
+def require_equal_weights(model: nn.Module, world_size: int, when: str) -> None:
+    """Stop if replicas differ.
+
+    Args:
+        model: bare module, whole on every rank.
+        world_size: ranks.
+        when: for the message, as `before the first step`.
+
+    Raises:
+        RankDisagreement: naming the parameters.
+    """
+    names = disagreeing(parameters_in_order(model), world_size)
+    if names:
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise RankDisagreement(
+            f"weights {when}",
+            f"differ between ranks: {listed}.",
+            "A function that builds the model must give the same weights on every rank: use no random numbers but torch's, "
+            "numpy's and Python's global generators, which are seeded for it.",
+        )
+
+
+def reconcile_buffers(model: nn.Module, world_size: int) -> list[str]:
+    """Average the running statistics of batch norms over the ranks, and name the other buffers that differ; collective.
+
+    Each rank's statistics come from its own samples; their mean is what evaluation and checkpoints use. Any other
+    buffer that differs is a fault of the model (or a count of its own calls), and rank 0's is what checkpoints hold.
+    """
+    if world_size == 1:
+        return []
+    norms = set(batch_norms(model))
+    averaged, others = [], []
+    for name, buffer in model.named_buffers():
+        is_statistic = name.rpartition(".")[0] in norms and buffer.is_floating_point()
+        (averaged if is_statistic else others).append((name, buffer))
+    for _, buffer in averaged:
+        dist.all_reduce(buffer)
+        buffer.div_(world_size)
+    return disagreeing(others, world_size)

@@ -1,0 +1,248 @@
+"""One optimizer step, equal on any number of ranks.
+
+    for each microbatch of this rank:
+        seed dropout from (step, microbatch, module)
+        forward: pairs of (sum, count)
+        backward of the sum; only the last microbatch reduces gradients over the ranks
+    one all-reduce: sums, counts and non-finite flags of all ranks
+    global norm; one read of everything to the host
+    if not finite: stop or skip, on all ranks together
+    gradients x (1 / count) x (clipping): one pass
+    optimizer step at the schedule's rate
+
+Dividing once, after the count of the whole step is known, is what makes ragged microbatches equal to one big batch.
+With several pairs each has its own count, and these must be known before the first backward: see `counts.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, final
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import SpecError
+from meshwright.parallel.entry import Parallel
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.seeding import MicrobatchSeeds
+from meshwright.spec.batch import BatchPlan
+from meshwright.spec.schedule import lr_multiplier
+from meshwright.spec.sections import ScheduleSection
+from meshwright.train.counts import Weights, counts_first
+from meshwright.train.loader import Microbatch, to_device
+from meshwright.train.loss import LossFunction, Pair, pairs_of
+from meshwright.train.nonfinite import refuse_nonfinite
+from meshwright.train.optimizer import set_rate
+from meshwright.train.pulse import Pulse
+from meshwright.train.scaler import LossScaler
+
+CLIP_EPSILON: Final = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_, so that a hand-written loop clips to the same numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What a step does besides the arithmetic.
+
+    Attributes:
+        batch: the microbatch grid.
+        schedule: learning rate by optimizer step.
+        steps: steps of the whole training, where schedules end.
+        max_grad_norm: clip at this global norm; None clips nothing.
+        on_nonfinite: stop | skip.
+        sync: last | every: which microbatches reduce gradients.
+    """
+
+    batch: BatchPlan
+    schedule: ScheduleSection
+    steps: int
+    max_grad_norm: float | None
+    on_nonfinite: str
+    sync: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did; all but `ids` are the same on every rank.
+
+    Attributes:
+        step: the step, from 1.
+        loss: sum over all microbatches of all ranks / count over all, of each pair, added.
+        lr: rate of the first parameter group.
+        grad_norm: global 2-norm before clipping.
+        count: label tokens (or samples) of the first pair.
+        samples: samples of the step.
+        skipped: why no update was made; empty if one was.
+        ids: sample ids of this rank.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    count: float
+    samples: int
+    skipped: str
+    ids: list[int]
+
+
+@final
+class StepSums:
+    """What a rank adds up over the microbatches of one step. Tensors stay on the device until the step's one read."""
+
+    def __init__(self, num_microbatches: int, device: torch.device) -> None:
+        self.flags = torch.zeros(num_microbatches + 1, dtype=torch.float64, device=device)  # 1: loss not finite
+        self.totals: list[torch.Tensor] = []  # one scalar a pair, fp64
+        self.counts: list[torch.Tensor] = []
+        self.samples = 0
+        self.ids: list[int] = []
+
+    def add(self, microbatch: Microbatch, pairs: list[Pair]) -> None:
+        """Add one microbatch; a stand-in (without ids) has been weighted by 0 already."""
+        totals = [pair.total.detach().double().reshape(()) for pair in pairs]
+        counts = [torch.as_tensor(p.count, dtype=torch.float64, device=self.flags.device).reshape(()) for p in pairs]
+        if self.totals and len(self.totals) != len(totals):
+            raise SpecError("the loss function", f"returned {len(self.totals)} pairs, then {len(totals)}, in one step.")
+        for total in totals:
+            self.flags[microbatch.index] += ~torch.isfinite(total)
+        self.totals = [a + b for a, b in zip(self.totals, totals, strict=True)] if self.totals else totals
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+        self.samples += len(microbatch.ids)
+        self.ids += microbatch.ids.tolist()
+
+    def vector(self) -> torch.Tensor:
+        """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; sums over ranks mean what they say."""
+        samples = self.flags.new_tensor([float(self.samples)])
+        return torch.cat([torch.stack(self.totals), torch.stack(self.counts), samples, self.flags])
+
+
+@final
+class Stepper:
+    """Makes optimizer steps. A user's own loop takes one apart: `forward`, `backward`, `finish`."""
+
+    def __init__(
+        self,
+        *,
+        parallel: Parallel,
+        mesh: Mesh,
+        loss: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        rules: StepRules,
+        seeds: MicrobatchSeeds,
+        scaler: LossScaler,
+        pulse: Pulse,
+    ) -> None:
+        self.parallel, self.mesh, self.loss, self.optimizer = parallel, mesh, loss, optimizer
+        self.rules, self.seeds, self.scaler, self.pulse = rules, seeds, scaler, pulse
+        self._parameters = [(n, p) for n, p in parallel.bare.named_parameters() if p.requires_grad]
+        self.idle: list[str] = []
+        """Trainable parameters that got no gradient in the last step."""
+
+    def step(self, stream: Iterator[Microbatch]) -> StepResult:
+        """Take the microbatches of one step from the stream and make one update.
+
+        Raises:
+            NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
+        """
+        mine = take_step(stream, self.rules.batch)
+        sums, weights = self.begin(), counts_first(self, mine)
+        for microbatch in mine:
+            pairs = self.forward(microbatch, reduce=microbatch.last or self.rules.sync == "every")
+            weights = weights or counts_first(self, mine, pairs)
+            self.backward(sums, microbatch, pairs, weights)
+        return self.finish(sums, mine, weights)
+
+    def begin(self) -> StepSums:
+        """Empty sums for a step."""
+        return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
+
+    def forward(self, microbatch: Microbatch, *, reduce: bool) -> list[Pair]:
+        """Run the loss function on one seeded microbatch; `reduce` says whether its backward reduces gradients."""
+        self.pulse.beat(microbatch.step + 1, "forward", microbatch.index)
+        self.seeds.at(microbatch.step, microbatch.index)
+        self.parallel.set_sync(reduce)
+        batch = to_device(microbatch.batch, self.mesh.device)
+        pairs = pairs_of(self.parallel.entry(self.loss, batch), batch)
+        return pairs if len(microbatch.ids) else [Pair(pair.total * 0.0, 0.0) for pair in pairs]
+
+    def backward(self, sums: StepSums, microbatch: Microbatch, pairs: list[Pair], weights: Weights) -> None:
+        """Add one microbatch to the gradients and to the sums."""
+        self.pulse.beat(microbatch.step + 1, "backward", microbatch.index)
+        sums.add(microbatch, pairs)
+        terms = [pair.total if weight is None else pair.total * weight for pair, weight in zip(pairs, weights, strict=True)]
+        objective = sum(terms[1:], terms[0])
+        if not objective.requires_grad:
+            raise SpecError(
+                "the loss function", "returned a sum that does not depend on the model's parameters.", "Return it undetached."
+            )
+        (objective * self.scaler.scale if self.scaler.enabled else objective).backward()
+
+    def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights) -> StepResult:
+        """Combine the ranks' sums, decide together, clip, and update.
+
+        Raises:
+            NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
+        """
+        step, pairs = mine[0].step, len(sums.totals)
+        self.pulse.beat(step + 1, "optimizer")
+        gradients = [local(p.grad) for _, p in self._parameters if p.grad is not None]
+        self.idle = [name for name, p in self._parameters if p.grad is None]
+        totals, counts, samples, flags, raw_norm = self._read(sums, gradients)
+        count = max(counts[0], 1.0) if pairs == 1 else 1.0  # several pairs were divided before backward
+        scale = self.parallel.gradient_scale / count / self.scaler.scale
+        norm = raw_norm * scale
+        loss = math.fsum(total / max(n, 1.0) for total, n in zip(totals, counts, strict=True))
+        skipped = self._verdict(mine, flags, loss, norm, weights)
+        lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
+        if not skipped:
+            self._update(gradients, scale * self._clipping(norm))
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(step + 1, loss, lr, norm, counts[0], int(samples), skipped, sums.ids)
+
+    def _read(self, sums: StepSums, gradients: list[torch.Tensor]) -> tuple[list[float], list[float], float, list[float], float]:
+        """All-reduce the sums, take the norm of the (already reduced) gradients, and read both at once."""
+        vector, pairs = sums.vector(), len(sums.totals)
+        if self.mesh.layout.dp_degree > 1:
+            dist.all_reduce(vector)
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else vector.new_zeros(())
+        values = torch.cat([vector, norm.to(vector.device, torch.float64).reshape(1)]).tolist()
+        return values[:pairs], values[pairs : 2 * pairs], values[2 * pairs], values[2 * pairs + 1 : -1], values[-1]
+
+    def _verdict(self, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights) -> str:
+        """Empty if the update may be made; else why it is skipped. All ranks see the same numbers."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.scaler.succeeded()
+            return ""
+        if self.scaler.enabled and math.isfinite(loss):
+            self.scaler.overflowed()
+            return f"fp16 overflow, loss scale now {self.scaler.scale:g}"
+        return refuse_nonfinite(self, mine, flags, loss, norm, weights)
+
+    def _clipping(self, norm: float) -> float:
+        limit = self.rules.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+
+    def _update(self, gradients: list[torch.Tensor], factor: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self.optimizer.step()
+
+
+def take_step(stream: Iterator[Microbatch], batch: BatchPlan) -> list[Microbatch]:
+    """This rank's microbatches of the next step; the last one says that it is."""
+    mine: list[Microbatch] = []
+    for microbatch in islice(stream, batch.num_microbatches):
+        mine.append(microbatch)
+        if microbatch.last:
+            break
+    assert mine and mine[-1].last, "the stream ended inside a step"
+    return mine
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be distributed."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,222 @@
+"""Trainer: a Recipe made real on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from meshwright.errors import DataError, SpecError
+from meshwright.models.anatomy import batch_norms, parameters_in_order
+from meshwright.models.build import adopt, build_model, build_seed
+from meshwright.models.resolve import call_build, resolve_callable
+from meshwright.parallel.apply import COMPUTE_DTYPES, apply, require_runnable
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.seeding import MicrobatchSeeds
+from meshwright.spec.batch import lr_factor, plan_batch
+from meshwright.spec.layout import resolve
+from meshwright.spec.recipe import Recipe
+from meshwright.train.checkpoint import State
+from meshwright.train.corpus import load_corpus
+from meshwright.train.loader import Cut, DatasetSource, Microbatch, Source, TokenSource
+from meshwright.train.loss import LossFunction, token_cross_entropy
+from meshwright.train.optimizer import OptimizerFactory, build_optimizer
+from meshwright.train.order import SampleOrder, Split
+from meshwright.train.replicas import require_equal_weights
+from meshwright.train.scaler import LossScaler
+from meshwright.train.step import Stepper, StepRules
+from meshwright.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Python objects in place of what the recipe names; None leaves the recipe its say.
+
+    Attributes:
+        model: a function that builds the module, or the module itself.
+        data: a map-style data set.
+        loss: f(model, batch) -> (sum, count).
+        optimizer: from parameter groups to an optimizer.
+        collate: from a list of items to a batch.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module | None = None
+    data: Any = None
+    loss: LossFunction | None = None
+    optimizer: OptimizerFactory | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+
+
+@final
+class Trainer:
+    """The live twin of a Recipe: model, data, optimizer and step on this rank.
+
+    Args:
+        recipe: resolved or not; its layout must fit the world.
+        world: the ranks.
+        parts: Python objects in place of what the recipe names.
+
+    Raises:
+        SpecError: what the recipe names does not exist or does not fit together.
+        DataError: the data cannot be read.
+        RankDisagreement: the model's weights are not equal on all ranks.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, parts: Parts | None = None) -> None:
+        parts = parts or Parts()
+        self.recipe, self.world = recipe, world
+        torch.set_num_threads(recipe.train.threads_per_rank)
+        self.layout = resolve(recipe.layout, world.world_size)
+        require_runnable(self.layout)
+        self.mesh = make_mesh(self.layout, world.rank, world.world_size, world.device)
+        self.batch = plan_batch(recipe.batch, self.layout.dp_degree)
+        self.lr_scaling = lr_factor(recipe.optimizer, recipe.batch)
+        self.source, self.about_data, vocab_size = _source(recipe, world, parts)
+        self.split = Split(self.source.num_samples, recipe.validation.fraction, recipe.train.seed)
+        self.order = SampleOrder(
+            self.split, self.batch.global_batch_size, recipe.train.seed, recipe.data.shuffle, recipe.data.last_batch
+        )
+        _require_held_out(recipe, self.split)
+        self.model = _model(recipe, parts, vocab_size).to(world.device)
+        self.model.train()
+        self.stepper = self._stepper(parts)
+
+    def _stepper(self, parts: Parts) -> Stepper:
+        recipe, world = self.recipe, self.world
+        require_equal_weights(self.model, world.world_size, "before the first step")
+        seeds = MicrobatchSeeds(recipe.train.seed)
+        seeds.attach(self.model)
+        is_reference = recipe.model.name is not None and parts.model is None
+        compute = recipe.precision.compute
+        parallel = apply(
+            self.model, self.mesh, recompute=recipe.train.recompute, compute=compute, may_skip_parameters=not is_reference
+        )
+        # After `apply`: mixed precision replaces the parameters, and an optimizer of the old ones would train nothing.
+        self.optimizer = build_optimizer(
+            recipe.optimizer,
+            parameters_in_order(self.model),
+            reduction=recipe.train.reduction,
+            lr_factor=self.lr_scaling.factor,
+            factory=parts.optimizer,
+        )
+        rules = StepRules(
+            batch=self.batch,
+            schedule=recipe.schedule,
+            steps=recipe.train.steps,
+            max_grad_norm=recipe.optimizer.max_grad_norm,
+            on_nonfinite=recipe.train.on_nonfinite,
+            sync=recipe.train.sync,
+        )
+        return Stepper(
+            parallel=parallel,
+            mesh=self.mesh,
+            loss=_loss(recipe, parts),
+            optimizer=self.optimizer,
+            rules=rules,
+            seeds=seeds,
+            scaler=LossScaler(enabled=compute == "fp16"),
+            pulse=world.pulse,
+        )
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint saves and loads."""
+        return State(self.model, self.optimizer)
+
+    def stream(self, first_step: int, end_step: int) -> Iterator[Microbatch]:
+        """This rank's microbatches of the steps in range(first_step, end_step), loaded ahead."""
+        cut = Cut(self.order, self.batch, self.mesh.dp_rank)
+        return self.source.stream(cut.places(first_step, end_step))
+
+    def lines(self) -> list[str]:
+        """What the user should know before the first step."""
+        count = sum(parameter.numel() for _, parameter in parameters_in_order(self.model))
+        name = self.recipe.model.name or type(self.model).__name__
+        batch, ranks = self.batch, self.layout.dp_degree
+        lines = [
+            f"model: {name}, {count:,} parameters, {self.recipe.precision.compute} on {self.world.device.type}",
+            f"data: {self.about_data}" if self.about_data else "",
+            self.order.sentence(),
+            f"batch: {batch.global_batch_size} samples a step = {ranks} rank{'s' * (ranks > 1)} x {batch.num_microbatches} "
+            f"microbatch{'es' * (batch.num_microbatches > 1)} x {batch.microbatch_size} samples ({self.layout.word})",
+            self.lr_scaling.line,
+        ]
+        return [line for line in lines if line]
+
+    def warnings(self) -> list[str]:
+        """What the user should know because it is not what one process with one big batch would do."""
+        norms = batch_norms(self.model)
+        if not norms or self.batch.total_microbatches == 1:
+            return []
+        return [
+            f"{len(norms)} batch norm layers ({norms[0]}, ...) take their statistics from each microbatch of "
+            f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; accumulation "
+            "does not change that. Running statistics are averaged over ranks before they are used or saved. "
+            "GroupNorm or LayerNorm has no such effect."
+        ]
+
+
+def _source(recipe: Recipe, world: World, parts: Parts) -> tuple[Source, str, int | None]:
+    """The rows, one phrase about them, and the tokenizer's vocabulary if there is one."""
+    data, pin = recipe.data, world.device.type == "cuda"
+    if parts.data is None and data.build is None:
+        corpus = load_corpus(data, recipe.model.vocab_size)
+        return TokenSource(corpus, pin=pin), corpus.about, corpus.vocab_size
+    dataset = parts.data
+    if dataset is None:
+        assert data.build is not None
+        seed = build_seed(recipe.train.seed, "data.build")
+        function = resolve_callable(data.build, "data.build")
+        dataset = call_build(function, dict(data.arguments), spec=data.build, key="data.build", seed=seed)
+    workers = 1 if data.workers is None else data.workers
+    return DatasetSource(dataset, recipe.train.seed, workers, pin, parts.collate), "", None
+
+
+def _require_held_out(recipe: Recipe, split: Split) -> None:
+    if recipe.validation.fraction and not split.num_held_out:
+        raise DataError(
+            f"validation.fraction = {recipe.validation.fraction:g}",
+            f"holds out {split.num_samples} x {recipe.validation.fraction:g} = 0 whole samples.",
+            f"Nearest that works: {1 / split.num_samples:.3g}.",
+        )
+
+
+def _model(recipe: Recipe, parts: Parts, vocab_size: int | None) -> nn.Module:
+    dtype = COMPUTE_DTYPES["fp64" if recipe.precision.compute == "fp64" else "fp32"]
+    if parts.model is None:
+        model = build_model(
+            recipe.model, seq_len=recipe.data.seq_len, tokenizer_vocab=vocab_size, seed=recipe.train.seed, dtype=dtype
+        )
+    else:
+        made = parts.model
+        if not isinstance(made, nn.Module):
+            seed = build_seed(recipe.train.seed, "model.build")
+            made = call_build(made, {}, spec=getattr(made, "__qualname__", repr(made)), key="model", seed=seed)
+        model = adopt(made, "the model", dtype)
+    return _require_bare(model)
+
+
+def _require_bare(model: nn.Module) -> nn.Module:
+    """Refuse a module that something else has spread already; take a compiled one apart by name later."""
+    for kind, name in (
+        (DistributedDataParallel, "DistributedDataParallel"),
+        (FullyShardedDataParallel, "FullyShardedDataParallel"),
+        (DataParallel, "DataParallel"),
+        (FSDPModule, "fully_shard"),
+    ):
+        if any(isinstance(module, kind) for module in model.modules()):
+            raise SpecError("the model", f"is wrapped by {name} already.", "Give the bare module: meshwright spreads it by [layout].")
+    return model
+
+
+def _loss(recipe: Recipe, parts: Parts) -> LossFunction:
+    if parts.loss is not None:
+        return parts.loss
+    if recipe.loss.build is not None:
+        return resolve_callable(recipe.loss.build, "loss.build")
+    return token_cross_entropy
