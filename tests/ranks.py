@@ -74,17 +74,13 @@ class RankPool:
             timeout_s: how long a collective may wait for a rank.
             env: environment variables for the ranks.
         """
-        link = self._connect()
         where = (fn.__module__, fn.__qualname__)
-        link.send_bytes(pickle.dumps((list(sys.path), where, n, pickle.dumps(args), limit_s, timeout_s, env or {})))
-        if not link.poll(limit_s + 30):
-            self.close()
-            raise RanksFailed(f"{where[1]} on {n} ranks: the pool itself did not answer within {limit_s + 30:.0f} s")
+        request = pickle.dumps((list(sys.path), where, n, pickle.dumps(args), limit_s, timeout_s, env or {}))
         try:
-            error, values = pickle.loads(link.recv_bytes())
-        except EOFError:
+            error, values = pickle.loads(self._ask(request, limit_s + 60))
+        except (EOFError, OSError) as problem:
             self.close()
-            raise RanksFailed(f"{where[1]} on {n} ranks: the pool died") from None
+            raise RanksFailed(f"{where[1]} on {n} ranks: the pool itself died or hung ({problem!r})") from None
         if error is not None:
             raise error
         return [pickle.loads(value) for value in values]
@@ -101,13 +97,19 @@ class RankPool:
                 self._server.wait(5)
         self._server, self._link = None, None
 
+    def _ask(self, request: bytes, limit_s: float) -> bytes:
+        link = self._connect()
+        link.send_bytes(request)
+        if not link.poll(limit_s):
+            raise TimeoutError(f"no answer in {limit_s:g} s")
+        return link.recv_bytes()
+
     def _connect(self) -> Connection:
         if self._link is None:
             ours, theirs = socket.socketpair()
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; import ranks; ranks.serve({theirs.fileno()}, {os.getpid()})"
-            )
-            self._server = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+            code = f"import sys; sys.path[:] = {sys.path!r}; from ranks import serve; serve(*map(int, sys.argv[1:]))"
+            arguments = [str(theirs.fileno()), str(os.getpid())]
+            self._server = subprocess.Popen([sys.executable, "-c", code, *arguments], pass_fds=[theirs.fileno()])
             theirs.close()
             self._link = Connection(ours.detach())
         return self._link

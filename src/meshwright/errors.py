@@ -44,7 +44,7 @@ class Fault:
 
 
 class MeshwrightError(Exception):
-    """Root of the tree. The message has three parts: what was asked, the rule with its numbers, the nearest that works."""
+    """Root of the tree. A message says what was asked, the rule with its numbers, and the nearest that works."""
 
     exit_code = 70
 
@@ -58,7 +58,7 @@ class MeshwrightError(Exception):
 
 
 class SpecError(MeshwrightError, ValueError):
-    """A description (recipe, flag, environment) is wrong by itself. Carries every fault that was found, not the first."""
+    """A description (recipe, flag, environment) is wrong by itself. Carries every fault, not the first."""
 
     exit_code = 2
 

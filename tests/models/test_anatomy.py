@@ -86,7 +86,7 @@ def test_a_block_held_several_times_is_one():
 
 
 def test_torch_transformer():
-    model = nn.Transformer(d_model=4, nhead=2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=4)
+    model = nn.Transformer(4, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=4, batch_first=True)
     assert names(model) == numbered("decoder.layers", 3)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.models.build import build_reference
 from meshwright.models.gpt2 import Gpt2
-from meshwright.models.init import initial_value, initialise
+from meshwright.models.init import generator, initial_value, initialise
 from meshwright.models.llama import Llama
 from meshwright.spec.sections import ModelSection
 from meshwright.spec.shape import resolve_shape
@@ -83,3 +83,8 @@ def test_a_tied_weight_is_drawn_for_its_first_name():
     untied = build_reference(shape("gpt2", tied_embeddings=False), 0)
     assert torch.equal(untied.embedding.weight, wanted)
     assert not torch.equal(untied.head.weight, wanted)
+
+
+def test_seeds_stay_what_they_are_between_versions():
+    """The same recipe must start from the same weights tomorrow, so this number may not change."""
+    assert generator(7, "blocks.0.attention.query.weight").initial_seed() == 4788636816853072668

@@ -61,7 +61,7 @@ def by_hand(model: Gpt2 | Llama, tokens: Tensor) -> Tensor:
     c, group = shape.head_dim, shape.n_heads // shape.n_kv_heads
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return x @ w[f"{name}.weight"].T + (w[f"{name}.bias"] if f"{name}.bias" in w else 0)
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros(()))
 
     def norm(x: Tensor, name: str) -> Tensor:
         if llama:

@@ -72,7 +72,7 @@ def test_the_usual_stage_may_be_said() -> None:
         ("ddp-2", ["no part", "`ddp2`"]),
         ("ddp2.5", ["no part"]),
         ("ddp99999999999999999999", ["no part", "ddp"]),
-        ("ddp２", ["no part"]),
+        ("ddp\uff12", ["no part"]),
         ("banana", ["no part", "`single`", "joined by `+`"]),
         ("", ["no part", "joined by `+`"]),
         ("tp2+", ["no part"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -49,14 +50,16 @@ def test_wsd_decays_over_a_tenth_unless_told() -> None:
 
 
 @given(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 50), st.data())
-def test_between_final_fraction_and_peak_and_never_rising_after_warmup(name: str, steps: int, data: st.DataObject) -> None:
+def test_between_final_fraction_and_peak_and_never_rising_after_warmup(
+    name: str, steps: int, data: st.DataObject
+) -> None:
     warmup = data.draw(st.integers(0, steps))
     final = data.draw(st.floats(0, 1))
     found = rates(steps, name=name, warmup_steps=warmup, final_fraction=final)
     assert all(0 <= rate <= 1 + 1e-12 for rate in found)
     assert found[:warmup] == sorted(found[:warmup])
     after = found[warmup:]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
     assert found[steps] == pytest.approx(1.0 if name == "constant" else final)
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksFailed
 
 from meshwright.errors import NonFiniteError
+from ranks import RanksFailed
 
 
 def sums(world, base):
@@ -47,7 +47,7 @@ def test_a_warm_call_is_quick(run_ranks):
 
 
 def test_a_failing_rank_gives_its_traceback(run_ranks):
-    with pytest.raises(RanksFailed, match="(?s)rank 1 raised ValueError: bad row.*in fails_on_one"):
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 raised ValueError: bad row.*in fails_on_one"):
         run_ranks(2, fails_on_one, "value")
 
 

@@ -51,7 +51,9 @@ def _row(folder: Path) -> dict[str, Any]:
         return {"path": str(folder), "step": stored.step_of(folder), "state": "torn", "because": str(error)}
     size = sum(facts["bytes"] for facts in found.manifest["files"].values())
     keys = ("layout", "tokens", "samples", "weights_sha256")
-    return {"path": str(folder), "step": found.step, "state": "whole", "bytes": size} | {k: found.manifest.get(k) for k in keys}
+    return {"path": str(folder), "step": found.step, "state": "whole", "bytes": size} | {
+        k: found.manifest.get(k) for k in keys
+    }
 
 
 def _ls(root: Path, as_json: bool) -> int:
@@ -64,8 +66,8 @@ def _ls(root: Path, as_json: bool) -> int:
         if row["state"] == "torn":
             print(f"step {row['step']:>8}  torn   {row['because']}")
         else:
-            digest = str(row["weights_sha256"])[:16]
-            print(f"step {row['step']:>8}  whole  {row['bytes'] / 1e6:8.1f} MB  {row['layout']:<10}  weights {digest}  {row['path']}")
+            size, digest = f"{row['bytes'] / 1e6:8.1f} MB", str(row["weights_sha256"])[:16]
+            print(f"step {row['step']:>8}  whole  {size}  {row['layout']:<10}  weights {digest}  {row['path']}")
     return 0
 
 

@@ -88,10 +88,17 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     train = commands.add_parser("train", help="train a recipe", description="Train what a recipe describes.")
     train.add_argument("recipe", metavar="RECIPE.toml", help="what to train; docs/recipe.md lists every key")
-    train.add_argument("--nproc", type=int, metavar="N", help="processes (default: the layout's product, else one a GPU, else 1)")
+    train.add_argument(
+        "--nproc", type=int, metavar="N", help="processes (default: the layout's product, else one a GPU, else 1)"
+    )
     train.add_argument("--run-dir", metavar="D", help="run folder (default: runs/NAME-TIME)")
     train.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as in optimizer.lr=1e-3"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override keys, as in optimizer.lr=1e-3",
     )
     train.add_argument("--resume", action="store_true", help="continue the newest good checkpoint of the run folder")
     _add_debug(train)
@@ -114,7 +121,9 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
         if name in ("ls", "show", "verify"):
             action.add_argument("--json", action="store_true", help="one JSON document on stdout")
         if name == "export":
-            action.add_argument("--output", required=True, metavar="F.safetensors", help="file to write; must not exist")
+            action.add_argument(
+                "--output", required=True, metavar="F.safetensors", help="file to write; must not exist"
+            )
         _add_debug(action)
 
 

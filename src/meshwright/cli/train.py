@@ -15,6 +15,7 @@ from meshwright.spec.recipe import Recipe
 from meshwright.train.environ import check_nproc, read_place
 from meshwright.train.launch import launch
 from meshwright.train.run_folder import find_start
+from meshwright.train.runnable import require_runnable
 
 
 def train(options: argparse.Namespace) -> int:
@@ -60,8 +61,10 @@ def _nproc(recipe: Recipe, asked: int | None) -> int:
 
 
 def _require_whole(recipe: Recipe, nproc: int) -> None:
-    """The layout multiplies to nproc, and the batch identity has a whole solution on it."""
-    plan_batch(recipe.batch, resolve(recipe.layout, nproc).dp_degree)
+    """The layout multiplies to nproc, this version runs it, and the batch identity has a whole solution on it."""
+    layout = resolve(recipe.layout, nproc)
+    require_runnable(recipe, layout)
+    plan_batch(recipe.batch, layout.dp_degree)
 
 
 def train_rank(recipe: Recipe, folder: Path | None, name: str, resume: bool) -> None:

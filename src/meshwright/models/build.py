@@ -18,7 +18,6 @@ from meshwright.models.resolve import call_build, resolve_callable
 from meshwright.spec.sections import ModelSection
 from meshwright.spec.shape import DecoderShape, resolve_shape
 
-
 _HF_HINT = 'Load it in a function of your own and name that: build = "package.module:function".'
 
 
@@ -62,15 +61,15 @@ def build_own(spec: str, arguments: dict[str, Any], seed: int, dtype: torch.dtyp
 
 
 def adopt(made: Any, asked: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Take a user's module over: its parameters must have values, and its floating-point tensors become `dtype`.
+    """Take over what a user made: check that it is a module with weights, and cast its masters in place.
 
     Args:
-        made: what the user's function returned.
-        asked: what it was asked through, for messages.
-        dtype: of the masters.
+        made: should be an nn.Module.
+        asked: where it came from, for messages.
+        dtype: of floating-point parameters and buffers afterwards; ties hold.
 
     Raises:
-        SpecError: it is no module, or parameters have no values yet.
+        SpecError: it is no module, or some of its parameters have no values yet.
     """
     model = _require_module(made, asked)
     for tensor in chain(model.parameters(), model.buffers()):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 from meshwright.errors import MeshwrightError, SpecError
@@ -74,19 +75,18 @@ def call_build(function: Callable[..., Any], arguments: Mapping[str, Any], *, sp
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, the global generators of torch, numpy and Python start from `seed`; after, they are as they were."""
-    numpy = _numpy()
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng():
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    # Of GPUs, the one in use: looking at the others would open a context on each.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
+        numpy.random.seed(seed % 2**32)
         try:
             yield
         finally:
             random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
 
 
 def describe(error: BaseException) -> str:
@@ -96,13 +96,6 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({_short(error.filename or '?')}:{error.lineno})"
     place = _user_line(error)
     return f"{text} ({place})" if place else text
-
-
-def _numpy() -> Any:
-    try:
-        return importlib.import_module("numpy")
-    except ImportError:
-        return None
 
 
 def _import(path: str, asked: str) -> ModuleType:
@@ -124,9 +117,12 @@ def _import(path: str, asked: str) -> ModuleType:
 def _module_hint(missing: str) -> str:
     """The nearest module beside the one that is missing."""
     parent, _, name = missing.rpartition(".")
-    path = sys.modules[parent].__path__ if parent else None
-    prefix = f"{parent}." if parent else ""
-    return _did_you_mean(name, (module.name for module in pkgutil.iter_modules(path)), prefix)
+    if not parent:
+        return _did_you_mean(name, (module.name for module in pkgutil.iter_modules()))
+    folder = getattr(sys.modules[parent], "__path__", None)
+    if folder is None:
+        return f"`{parent}` is a module without modules below it: write {parent}:{name} for what is inside it."
+    return _did_you_mean(name, (module.name for module in pkgutil.iter_modules(folder)), f"{parent}.")
 
 
 def _import_hint(error: BaseException) -> str:
@@ -151,7 +147,7 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any],
     missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     missing += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if missing:
-        hint = f"Add {listed((f'{name} = ...' for name in missing), 'and')} to [{section}]."
+        hint = f"Add {listed((f'{name} = ...' for name in missing), 'and')} to [{section}]." if section else ""
         raise SpecError(asked, f"{header} needs {listed((f'`{name}`' for name in missing), 'and')}.", hint)
 
 

@@ -11,14 +11,12 @@ from typing import Final
 import torch
 import torch.nn as nn
 
-from meshwright.errors import LayoutError
 from meshwright.models.anatomy import repeated_blocks
 from meshwright.parallel.ddp import apply_ddp
 from meshwright.parallel.entry import Parallel
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.mixed import apply_mixed
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.spec.layout import Layout
 
 COMPUTE_DTYPES: Final = {
     "fp64": torch.float64,
@@ -37,24 +35,9 @@ def apply(model: nn.Module, mesh: Mesh, *, recompute: str, compute: str, may_ski
         recompute: none | selective | full.
         compute: fp32 | bf16 | fp16 | fp64.
         may_skip_parameters: some parameters may get no gradient in some steps.
-
-    Raises:
-        LayoutError: a layout that does not run yet.
     """
-    require_runnable(mesh.layout)
     blocks = [block for _, block in repeated_blocks(model)]
     apply_recompute(model, recompute)
     if compute in ("bf16", "fp16"):
         return apply_mixed(model, mesh, blocks, COMPUTE_DTYPES[compute])
     return apply_ddp(model, mesh, may_skip_parameters)
-
-
-def require_runnable(layout: Layout) -> None:
-    """Refuse a layout that is legal, but that this version only knows by name.
-
-    Raises:
-        LayoutError: with the nearest layout that runs.
-    """
-    if layout.world_size != layout.dp_replicate:
-        nearest = Layout(dp_replicate=layout.world_size).word
-        raise LayoutError(f"layout {layout.word}", "is not run by this version, which trains single and ddpN.", f"Nearest that runs: {nearest}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,9 @@ def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parall
         return Parallel(model, entry, gradient_scale=1.0, set_sync=lambda on: None)
     # torch 2.13 renamed broadcast_buffers and warns of the old name; 2.11 knows only that one.
     names = inspect.signature(DistributedDataParallel).parameters
-    no_broadcast = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+    no_broadcast: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False
+    }
     ddp = DistributedDataParallel(
         entry,
         # Replicas are equal by construction and checked; DDP's own broadcast would hide that they were not.

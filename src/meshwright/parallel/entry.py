@@ -22,6 +22,7 @@ class Entry(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call function(model, ...) as one forward pass."""
         return function(self.model, *args, **kwargs)
 
 

@@ -10,8 +10,8 @@ Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -56,8 +56,8 @@ def apply_recompute(model: nn.Module, mode: str) -> None:
     """
     if mode == "none":
         return
-    contexts: Contexts = noop_context_fn if mode == "full" else partial(create_selective_checkpoint_contexts, keeps)
-    for _, block in recomputable_blocks(model, mode):
+    for name, block in recomputable_blocks(model, mode):
+        contexts: Contexts = noop_context_fn if mode == "full" else partial(selective_contexts, name)
         # A partial of a bound method, because a deep copy of the module copies it along with its self.
         block.forward = partial(_recomputed, block.forward, contexts)
 
@@ -80,6 +80,26 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts, *args: Any, **k
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def selective_contexts(block: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for a block's forward pass and for its recomputation, which takes the results that the first kept."""
+    keeping, taking = create_selective_checkpoint_contexts(keeps)  # type: ignore[no-untyped-call]
+    return keeping, _says_where(block, taking)
+
+
+@contextmanager
+def _says_where(block: str, taking: AbstractContextManager[Any]) -> Iterator[None]:
+    """Tell the user which block wrote over a result that was to be kept; torch notices it only in backward."""
+    with taking:
+        try:
+            yield
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            rule = f"block `{block}` changes the result of a matrix product in place, and that result was to be kept."
+            nearest = 'Write it out of place (no inplace=True, no +=), or set train.recompute = "full".'
+            raise SpecError('train.recompute = "selective"', rule, nearest) from error
 
 
 def keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

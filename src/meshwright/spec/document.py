@@ -23,7 +23,7 @@ A recipe is one TOML file that says everything about a run. Required are a model
 with its key, the rule with its numbers and the nearest thing that works. An unknown key is a fault.
 
 `--set key=value` overrides a key, such as `--set optimizer.lr=3e-4`. The value is TOML; what does not parse is a
-string. `--set layout=zero3x4` replaces the degrees of the whole layout, and a file may say `layout = "zero3x4"` too.
+string. `--set layout=zero3x4` replaces the degrees of the whole layout; a file may say `layout = "zero3x4"` too.
 
 A whole number will do where a number is asked for; NaN and infinity will not. The column *resume* says whether the key
 may differ when a run is resumed: *yes* for what says how the training runs, *no* for what is trained.
@@ -50,7 +50,7 @@ def _key_row(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     known = about(field)
     kind = kind_of(field)
     word = "list of tables" if field.name == "groups" else TYPES[kind]
-    return (f"`{field.name}`", word, _left_out(field), limits_text(known, kind), known.meaning, _resume(known))
+    return (f"`{field.name}`", word, _left_out(field), limits_text(known), known.meaning, _resume(known))
 
 
 def _left_out(field: dataclasses.Field[Any]) -> str:
@@ -65,11 +65,12 @@ def _resume(known: Key) -> str:
     return "yes" if known.knob else "no"
 
 
-def limits_text(limits: Key, kind: str) -> str:
+def limits_text(limits: Key) -> str:
     """Legal values in words: `at least 1`, `one of a, b`; empty for any."""
     words = (("at least", limits.least), ("above", limits.above), ("at most", limits.most), ("below", limits.below))
     spelt = [f"{word} {bound:g}" for word, bound in words if bound is not None]
-    return ", ".join(spelt) or (f"one of {', '.join(f'`{word}`' for word in limits.choices)}" if limits.choices else "")
+    words_of_choice = ", ".join(f"`{word}`" for word in limits.choices)
+    return ", ".join(spelt) or (f"one of {words_of_choice}" if limits.choices else "")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -82,9 +83,9 @@ def _optimizers() -> str:
     text = f"""## The optimizers
 
 Names for `optimizer.name`, and the options that may stand beside it or in a table of `optimizer.groups` (there also
-`lr`, but not `foreach` and `fused`, which choose the kernel of the whole optimizer). Defaults are torch's, but for `fused`: true where
-torch has the kernel for CPUs too, unless `foreach` is on or `train.reduction` is exact: the last bit of a fused step
-tells where ZeRO cuts a tensor.
+`lr`, but not `foreach` and `fused`, which choose the kernel of the whole optimizer). Defaults are torch's, but for
+`fused`: true where torch has the kernel for CPUs too, unless `foreach` is on or `train.reduction` is exact: the last
+bit of a fused step tells where ZeRO cuts a tensor.
 
 {refused}
 * `lbfgs` is left out: it needs a closure that calls the model several times a step.
@@ -98,7 +99,7 @@ def _optimizer_rows(name: str, known: Optimizer) -> Iterator[tuple[str, ...]]:
     first = f"`{name}` (`torch.optim.{known.torch_name}`)"
     for index, (key, option) in enumerate(known.options.items()):
         kind = f"list of {option.items} numbers" if option.items else TYPES[option.kind]
-        limits = limits_text(option.limits, option.kind)
+        limits = limits_text(option.limits)
         yield (first if index == 0 else "", f"`{key}`", kind, _default(option), limits)
 
 

@@ -244,8 +244,8 @@ def _nearest_words(part: str) -> str:
     like = closest(kind, names, 0.5)
     digits = "".join(letter if letter.isdecimal() else " " for letter in part).split()
     degree = next((int(text) for text in reversed(digits) if len(text) <= 9 and int(text) > 1), None)
-    if like == "zero" and len(digits) == 1 and digits[0] in ("1", "2", "3"):
-        return f"Nearest: `zero{digits[0]}x2`, on 2 ranks."
+    if part in ("zero1", "zero2", "zero3"):
+        return f"Nearest: `{part}x2`, on 2 ranks."
     if like is None:
         return "Parts are `single`, `ddp2`, `zero3x2`, `hsdp2x4`, `hsdp2x4z1`, `tp2` and `pp2`, joined by `+`."
     near = names[like] if degree is None or like in ("single", "hsdp") else f"{names[like][:-1]}{degree}"

@@ -157,7 +157,7 @@ def normalised(section: OptimizerSection, *, reduction: str = "exact") -> dict[s
     """Keyword arguments for `torch.optim.<torch_name>`, lr among them, with every default written out.
 
     Args:
-        section: an `[optimizer]` without faults.
+        section: an `[optimizer]` with a name, without faults.
         reduction: `train.reduction`. fused is on by default only for `fast`; a caller that does not say gets what is
             safe in both modes.
     """
@@ -170,6 +170,8 @@ def normalised(section: OptimizerSection, *, reduction: str = "exact") -> dict[s
 
 def groups_of(section: OptimizerSection) -> tuple[Group, ...]:
     """The parameter groups in order; the first whose pattern matches a parameter counts."""
+    if section.build is not None:  # its options are its own; only the pattern is ours
+        return tuple(Group(g["pattern"], {n: v for n, v in g.items() if n != "pattern"}) for g in section.groups)
     table = dict(OPTIMIZERS[section.name].options) | {"lr": _from_0(0.0)}
     return tuple(
         Group(group["pattern"], _converted({n: v for n, v in group.items() if n != "pattern"}, table))

@@ -129,7 +129,7 @@ def one_source(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
 def path_where_read(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
     """Files are named for the sources that read files, and for no other."""
     data, source = recipe.data, source_of(recipe.data)
-    if source in ("text", "tokens") and data.path is None:
+    if source in ("text", "tokens") and data.path is None and data.build is None:
         rule = f'is required with source = "{source}".'
         yield Fault("data.path", rule, "A file, folder or glob." if source == "text" else "A file of token ids.")
     if data.path is not None and data.build:
@@ -153,7 +153,8 @@ def tokenizer_where_text(recipe: Recipe, given: frozenset[str]) -> Iterator[Faul
 
 def builds_are_functions(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
     """`package.module:function`."""
-    for name, build in (("model", recipe.model.build), ("data", recipe.data.build), ("loss", recipe.loss.build)):
+    for name in ("model", "data", "loss", "optimizer"):
+        build = getattr(recipe, name).build
         if build is None:
             continue
         module, colon, function = build.partition(":")
@@ -164,13 +165,16 @@ def builds_are_functions(recipe: Recipe, given: frozenset[str]) -> Iterator[Faul
 
 
 def optimizer_exists(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
-    """Name, options and groups against the table of optimizers."""
-    yield from optimizer_faults(recipe.optimizer)
+    """Name, options and groups against the table of optimizers; a `build` function checks its own."""
+    if recipe.optimizer.build is None:
+        yield from optimizer_faults(recipe.optimizer)
+    elif "optimizer.name" in given:
+        yield Fault("optimizer.build", f"stands beside name = {shown(recipe.optimizer.name)}.", "Keep one of them.")
 
 
 def muon_takes_matrices(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
     """torch.optim.Muon refuses a parameter that is not 2-D; both reference models have 1-D norm weights."""
-    known = OPTIMIZERS.get(recipe.optimizer.name)
+    known = OPTIMIZERS.get(recipe.optimizer.name) if recipe.optimizer.build is None else None
     if recipe.model.name and known and known.only_matrices:
         rule = f"{recipe.optimizer.name} takes 2-D parameters alone; the norms of {recipe.model.name} are 1-D."
         yield Fault("optimizer.name", rule, 'Nearest: "adamw".')
@@ -273,8 +277,8 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (one_source, ("data.source", "data.build")),
     (path_where_read, ("data.source", "data.build", "data.path")),
     (tokenizer_where_text, ("data.source", "data.build", "data.tokenizer", "data.token_dtype")),
-    (builds_are_functions, ("model.build", "data.build", "loss.build")),
-    (optimizer_exists, ("optimizer.name", "optimizer.groups")),
+    (builds_are_functions, ("model.build", "data.build", "loss.build", "optimizer.build")),
+    (optimizer_exists, ("optimizer.name", "optimizer.build", "optimizer.groups")),
     (muon_takes_matrices, ("optimizer.name", "model.name")),
     (exact_steps_round_alike, ("train.reduction", "optimizer")),
     (scaling_knows_its_base, ("optimizer.lr_scaling", "batch.global_batch_size", "batch.tuned_global_batch_size")),

@@ -116,6 +116,10 @@ class OptimizerSection:
     """`[optimizer]`: one of torch.optim, by name."""
 
     name: str = key("The optimizer; the section's other keys are its arguments, as torch.optim names them.", "adamw")
+    build: str | None = key(
+        "`package.module:function`, in place of a name: f(groups, lr=..., the section's other keys) -> Optimizer.",
+        None,
+    )
     lr: float = key("Peak learning rate.", least=0.0)
     max_grad_norm: float | None = key(
         "Gradients are scaled so that their global 2-norm is at most this.", None, above=0.0, left_out="no clipping"

@@ -113,7 +113,9 @@ def _head_faults(section: ModelSection) -> list[Fault]:
     elif (width or d_model // heads) % 2:
         odd = width or d_model // heads
         rule = f"{odd} is odd, and the rotary embedding turns pairs of numbers."
-        faults.append(Fault("model.head_dim", rule, f"Nearest that work: head_dim = {listed(multiples_around(odd, 2))}."))
+        faults.append(
+            Fault("model.head_dim", rule, f"Nearest that work: head_dim = {listed(multiples_around(odd, 2))}.")
+        )
     return faults
 
 

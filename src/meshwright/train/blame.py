@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from ..errors import MeshwrightError, RankDied
+from meshwright.errors import MeshwrightError, RankDied
+
 from .lastwords import ERROR, EXIT, LOST_PEER, RETURNED, LastWords, revive
 from .pulse import LEFT, Moment
 
-_HINTS: Final = {
+_HINTS: Final[dict[int, tuple[str, str]]] = {
     signal.SIGKILL: (
         "the usual sender is the kernel, when the host has no memory left.",
         "See `dmesg`; fewer ranks or loader workers per host, or a smaller microbatch, need less.",
     ),
     signal.SIGSEGV: (
         "native code touched memory that is not its own.",
-        "Usually an extension built for other versions.",
+        "Usually an extension for other versions.",
     ),
     signal.SIGBUS: ("native code lost its memory.", "Usually /dev/shm or a mapped file ran out of room."),
     signal.SIGABRT: ("native code gave up.", "The last lines it printed say why."),
     signal.SIGTERM: ("somebody asked it to end: a person, or a scheduler with a limit", ""),
 }
 _FIX_HANG: Final = (
-    "Look for a collective that only some ranks call, a loader that waits, or a slow step; launch(timeout_s=...) gives it "
-    "more time."
+    "Look for a collective that only some ranks call, a loader that waits, or a slow step; launch(timeout_s=...) gives "
+    "it more time."
 )
 
 
@@ -55,7 +56,7 @@ class Witness:
     ended: bool = False
     exit_code: int | None = None
     words: LastWords | None = None
-    moment: Moment = Moment()
+    moment: Moment = field(default_factory=Moment)
     stopped_s: float = 0.0
     silent_s: float = 0.0
     quiet_s: float = 0.0
@@ -82,7 +83,7 @@ def find_cause(witnesses: Sequence[Witness]) -> MeshwrightError:
     killed = [w for w in witnesses if w.ended and (w.exit_code or 0) < 0]
     # NCCL's watchdog aborts a rank whose neighbour is gone: that death is a consequence if there is any other cause.
     struck = [w for w in killed if w.exit_code != -signal.SIGABRT]
-    left = [w for w in witnesses if w.words is not None and w.words.kind == EXIT or _vanished(w)]
+    left = [w for w in witnesses if (w.words is not None and w.words.kind == EXIT) or _vanished(w)]
     for found in (
         [_blame_signal(w) for w in struck[:1]],
         [_blame_error(min(own, key=lambda words: words.wall_s), own, witnesses)] if own else [],
@@ -114,7 +115,7 @@ def _blame_error(words: LastWords, own: Sequence[LastWords], witnesses: Sequence
     if error is None:
         moment = next(w.moment for w in witnesses if w.rank == words.rank)
         where = f", at {words.where}" if words.where else ""
-        error = RankDied(f"rank {words.rank} raised {words.error} ({moment}{where})")
+        error = RankDied(f"rank {words.rank} raised {words.error}; {moment}{where}")
     if words.details:
         error.add_note(f"On rank {words.rank}:\n{words.details.rstrip()}")
     return error
@@ -123,9 +124,8 @@ def _blame_error(words: LastWords, own: Sequence[LastWords], witnesses: Sequence
 def _blame_exit(witness: Witness) -> RankDied:
     words = witness.words
     if words is not None:
-        return RankDied(
-            f"rank {witness.rank} ended by {words.message} {witness.moment}", "the other ranks still needed it"
-        )
+        asked = f"rank {witness.rank} ended by {words.message} {witness.moment}"
+        return RankDied(asked, "the other ranks still needed it.")
     if witness.exit_code is None:
         return RankDied(
             f"rank {witness.rank} died {witness.moment}",

@@ -65,7 +65,9 @@ def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_las
         _write(target, step, state, facts, keep_last)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(f"checkpoint {target}", f"could not be written: {reason}.", "Earlier checkpoints are untouched.") from error
+        raise CheckpointError(
+            f"checkpoint {target}", f"could not be written: {reason}.", "Earlier checkpoints are untouched."
+        ) from error
     return target
 
 
@@ -79,7 +81,13 @@ def _write(target: Path, step: int, state: State, facts: Mapping[str, Any], keep
     save_file(weights, beside / MODEL)
     save_file(state.moments(), beside / OPTIMIZER)
     files = {name: _facts(beside / name) for name in (MODEL, OPTIMIZER)}
-    manifest = {"format": stored.FORMAT, "step": step, **facts, "weights_sha256": weights_sha256(weights.items()), "files": files}
+    manifest = {
+        "format": stored.FORMAT,
+        "step": step,
+        **facts,
+        "weights_sha256": weights_sha256(weights.items()),
+        "files": files,
+    }
     (beside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (*beside.iterdir(), beside):
         _sync(path)
@@ -113,7 +121,9 @@ def _prune(home: Path, step: int, keep_last: int) -> None:
 
     Torn ones do not count, or a torn newer one would push out the good one that was just written.
     """
-    whole = [path for path in stored.candidates(home) if stored.is_whole(path) and path.name <= stored.folder_name(step)]
+    whole = [
+        path for path in stored.candidates(home) if stored.is_whole(path) and path.name <= stored.folder_name(step)
+    ]
     for path in whole[keep_last:]:
         path.rename(path.with_name(f".{path.name}.old"))
     _clear_leftovers(home)
@@ -144,7 +154,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}", f"cannot be read: {error}.", "Every rank needs to see the run folder.") from error
+        raise CheckpointError(
+            f"{path}", f"cannot be read: {error}.", "Every rank needs to see the run folder."
+        ) from error
 
 
 def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -154,4 +166,6 @@ def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted:
     for names, what in ((missing, "lacks"), (extra, "has beyond the model's"), (other, "has in another shape")):
         if names:
             listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise CheckpointError(f"checkpoint {checkpoint.path}", f"{what}: {listed}.", "The model must be the one that was saved.")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path}", f"{what}: {listed}.", "The model must be the one that was saved."
+            )

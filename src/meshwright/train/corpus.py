@@ -35,9 +35,11 @@ class TokenRows(Protocol):
     """A source of rows: `tokens` and `labels`, each (b, s) int64."""
 
     @property
-    def num_rows(self) -> int: ...
+    def num_rows(self) -> int:
+        """Rows in an epoch."""
 
-    def rows(self, ids: Ids) -> Rows: ...
+    def rows(self, ids: Ids) -> Rows:
+        """`tokens` and `labels` of these rows, each (b, s) int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +58,24 @@ class PackedRows:
 
     @property
     def num_rows(self) -> int:
+        """Rows in an epoch."""
         return max(0, (len(self.ids) - 1) // self.seq_len)
 
     def rows(self, ids: Ids) -> Rows:
+        """`tokens` and `labels` of these rows, each (b, s) int64."""
         at = ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (b, s + 1)
         window = self.ids[at].astype(np.int64)
         if self.vocab_size is not None and (window.max() >= self.vocab_size or window.min() < 0):
-            self._refuse(ids, window)
+            self._refuse(ids, window, self.vocab_size)
         return {"tokens": window[:, :-1], "labels": window[:, 1:]}
 
-    def _refuse(self, ids: Ids, window: NDArray[np.int64]) -> None:
-        bad = (window >= self.vocab_size) | (window < 0)
+    def _refuse(self, ids: Ids, window: NDArray[np.int64], vocab_size: int) -> None:
+        bad = (window >= vocab_size) | (window < 0)
         row, column = (int(x) for x in np.argwhere(bad)[0])
         raise DataError(
             f"token id {window[row, column]} in row {ids[row]}",
-            f"is outside the vocabulary of {self.vocab_size}.",
-            "Set model.vocab_size above the largest id, or data.token_dtype to the type that the file was written with.",
+            f"is outside the vocabulary of {vocab_size}.",
+            "Set model.vocab_size above the largest id, or data.token_dtype to the type that the file has.",
         )
 
 
@@ -93,9 +97,11 @@ class PaddedRows:
 
     @property
     def num_rows(self) -> int:
+        """Rows in an epoch."""
         return len(self.starts)
 
     def rows(self, ids: Ids) -> Rows:
+        """`tokens` and `labels` of these rows, each (b, s) int64."""
         column = np.arange(self.seq_len)
         at = np.minimum(self.starts[ids][:, None] + np.arange(self.seq_len + 1), len(self.ids) - 1)  # (b, s + 1)
         window = self.ids[at].astype(np.int64)
@@ -160,7 +166,9 @@ def _text_files(path: str) -> list[Path]:
     else:
         found = [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]
     if not found:
-        raise DataError(f"data.path = {path!r}", "is no file, no folder with files and no glob that matches one.", _nearby(root))
+        raise DataError(
+            f"data.path = {path!r}", "is no file, no folder with files and no glob that matches one.", _nearby(root)
+        )
     return sorted(found)
 
 
@@ -187,7 +195,9 @@ def _read(path: Path) -> bytes:
 
 
 def _padded(ids: Tokens, ends: Ids, seq_len: int) -> PaddedRows:
-    rows = [row for start, end in zip([0, *ends[:-1]], ends, strict=True) for row in _cut(int(start), int(end), seq_len)]
+    rows = [
+        row for start, end in zip([0, *ends[:-1]], ends, strict=True) for row in _cut(int(start), int(end), seq_len)
+    ]
     table = np.array(rows, dtype=np.int64).reshape(-1, 2)
     return PaddedRows(ids, table[:, 0], table[:, 1], seq_len)
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from meshwright.train.loader import Microbatch, to_device
-from meshwright.train.loss import Pair, pairs_of
+from meshwright.train.loss import Pair
 
 if TYPE_CHECKING:
     from meshwright.train.step import Stepper
 
 Weights = list[torch.Tensor | None]
-"""What each pair's sum is multiplied by before backward; [None] for one pair, which is divided at the end of the step."""
+"""What each pair's sum is multiplied by before backward; [None] for one pair, divided at the end of the step."""
 
 
 def counts_first(stepper: Stepper, mine: list[Microbatch], pairs: list[Pair] | None = None) -> Weights:

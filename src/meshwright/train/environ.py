@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import Fault, SpecError
+from meshwright.errors import Fault, SpecError
 
 ROOM: Final = "MESHWRIGHT_ROOM"
 TIMEOUT_S: Final = "MESHWRIGHT_TIMEOUT_S"
@@ -132,7 +132,7 @@ def _place(numbers: Mapping[str, int], launcher: str) -> Place:
 def _contradictions(place: Place, environ: Mapping[str, str]) -> list[Fault]:
     checks = [
         (place.world_size >= 1, "WORLD_SIZE", f"WORLD_SIZE={place.world_size} is below 1"),
-        (0 <= place.rank, "RANK", f"RANK={place.rank} is below 0"),
+        (place.rank >= 0, "RANK", f"RANK={place.rank} is below 0"),
         (
             place.rank < max(place.world_size, 1),
             "RANK",
@@ -141,7 +141,7 @@ def _contradictions(place: Place, environ: Mapping[str, str]) -> list[Fault]:
         (
             0 <= place.local_rank < place.local_world_size,
             "LOCAL_RANK",
-            f"LOCAL_RANK={place.local_rank} is not in 0..LOCAL_WORLD_SIZE-1 (LOCAL_WORLD_SIZE={place.local_world_size})",
+            f"LOCAL_RANK={place.local_rank} is not below LOCAL_WORLD_SIZE={place.local_world_size}, or below 0",
         ),
         (
             place.local_world_size <= place.world_size,

@@ -14,14 +14,25 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, NoReturn, final
 
-from ..errors import Interrupted, MeshwrightError, RankDied
+from meshwright.errors import Interrupted, MeshwrightError, RankDied
+
 from .blame import Witness, find_cause
 from .environ import DEBUG, Place
 from .lastwords import ENDED, LOST_PEER, RETURNED, LastWords, last_words, leave
-from .notices import Notice, NoticeBoard, connect_board, exit_code_of, own_start, state_of, this_host
-from .pulse import Pulse
+from .notices import (
+    Notice,
+    NoticeBoard,
+    connect_board,
+    exit_code_of,
+    latest_moment,
+    own_start,
+    state_of,
+    this_host,
+)
+from .pulse import Moment, Pulse, create_own_board, open_board, read_moment, remove_own_board
 
 PERIOD_S: Final = 1.0
 _LOOK_S: Final = 0.1
@@ -36,9 +47,10 @@ _SILENT_S: Final = 3.5
 class Herald:
     """Posts this rank's notices until `leave_quietly`; `end` is the way out after a failure."""
 
-    def __init__(self, place: Place, pulse: Pulse) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._pulse = pulse
+        self._board = create_own_board()
+        self.pulse: Final = Pulse(open_board(self._board))
         self._door = threading.Lock()
         self._wake_in, self._wake_out = os.pipe()
         for fd in (self._wake_in, self._wake_out):
@@ -53,7 +65,7 @@ class Herald:
         if not self._door.acquire(blocking=False):
             # The other thread is at it, and ends the process.
             threading.Event().wait()
-        end_rank(self._place, error, self._pulse)
+        end_rank(self._place, error, self._board)
 
     def leave_quietly(self) -> None:
         """The work is done: say so on the board, and stop."""
@@ -62,6 +74,7 @@ class Herald:
         # Any byte ends the thread's wait; this one is no signal.
         os.write(self._wake_out, b"\0")
         self._thread.join(_CONNECT_S)
+        remove_own_board(self._board)
         with suppress(Exception):
             board = connect_board(self._place.world_size, _CONNECT_S)
             board.post_words(last_words(self._place.rank, None))
@@ -74,8 +87,14 @@ class Herald:
             with suppress(Exception):
                 board = board or connect_board(self._place.world_size, PERIOD_S)
                 count += 1
-                board.post(self._place.rank, _notice(self._pulse, count, host, started))
+                board.post(self._place.rank, self._notice(count, host, started))
             self._listen()
+
+    def _notice(self, count: int, host: str, started: str) -> Notice:
+        moment = self.pulse.read()
+        quiet_s = time.monotonic() - moment.beat_s if moment.beat_s else 0.0
+        board = str(self._board)
+        return Notice(count, host, os.getpid(), started, board, moment.step, moment.phase, moment.microbatch, quiet_s)
 
     def _listen(self) -> None:
         """Wait a period, less if a signal comes: the main thread may be inside a collective and cannot act on it."""
@@ -122,18 +141,25 @@ class _Signalled(BaseException):
         self.number = number
 
 
-def end_rank(place: Place, error: BaseException, pulse: Pulse | None = None) -> NoReturn:
+def end_rank(place: Place, error: BaseException, own_board: Path | None = None) -> NoReturn:
     """The door: last words, the cause, one line on stderr by one rank, a hard exit."""
     words = _words(place.rank, error)
+    moment = Moment()
+    if own_board is not None:
+        with open_board(own_board) as own:
+            moment = read_moment(own, 0)
+    cause: MeshwrightError | None
     try:
-        board: NoticeBoard | None = connect_board(place.world_size, _CONNECT_S)
-        cause: MeshwrightError | None = _inquire(board, place, words, pulse)
+        board = connect_board(place.world_size, _CONNECT_S)
+        cause = _inquire(board, place, words, moment)
         speaks = board.claim("cause")
     except Exception:
         # The store is gone, and with it the way to agree on a speaker.
-        cause, speaks = _without_board(place, words, pulse), True
+        cause, speaks = _without_board(place, words, moment), True
     if cause is not None and speaks:
         say(cause)
+    if own_board is not None:
+        remove_own_board(own_board)
     leave(words.exit_code if cause is None or words.kind == ENDED else cause.exit_code)
 
 
@@ -160,7 +186,7 @@ def look(
     place: Place,
     seen: dict[int, tuple[int, float]],
     dead: dict[int, int | None],
-    pulse: Pulse | None,
+    own: Moment,
 ) -> list[Witness]:
     """One look at the board, and at /proc for the ranks of this host.
 
@@ -169,7 +195,7 @@ def look(
         place: who is looking.
         seen: for each rank, its last notice's count and when that was first seen; kept up to date here.
         dead: exit codes of ranks that were found dead; kept, since the code can be read for a moment only.
-        pulse: this rank's own, which is fresher than its notice.
+        own: where this rank is itself.
     """
     notices, words, now, host = board.read(), board.read_words(), time.monotonic(), this_host()
     witnesses: list[Witness] = []
@@ -177,7 +203,8 @@ def look(
         notice = notices.get(rank)
         if notice is None:
             joined = rank == place.rank or rank in words
-            witnesses.append(Witness(rank, words=words.get(rank), joined=joined, ended=rank in words))
+            moment = own if rank == place.rank else Moment()
+            witnesses.append(Witness(rank, words=words.get(rank), joined=joined, ended=rank in words, moment=moment))
             continue
         count, since = seen.get(rank, (-1, now))
         seen[rank] = (count, since) if count == notice.count else (notice.count, now)
@@ -191,7 +218,7 @@ def look(
                 ended=rank in dead,
                 exit_code=dead.get(rank),
                 words=words.get(rank),
-                moment=pulse.read() if pulse is not None and rank == place.rank else notice.moment,
+                moment=own if rank == place.rank else latest_moment(notice) if state else notice.moment,
                 stopped_s=max(silent_s, 0.1) if state == "T" else 0.0,
                 silent_s=silent_s if not state and silent_s >= _SILENT_S and rank not in words else 0.0,
                 quiet_s=notice.quiet_s,
@@ -200,7 +227,7 @@ def look(
     return witnesses
 
 
-def _inquire(board: NoticeBoard, place: Place, words: LastWords, pulse: Pulse | None) -> MeshwrightError:
+def _inquire(board: NoticeBoard, place: Place, words: LastWords, own: Moment) -> MeshwrightError:
     """Post the words and watch the board until a cause is known."""
     board.post_words(words)
     seen: dict[int, tuple[int, float]] = {}
@@ -208,14 +235,14 @@ def _inquire(board: NoticeBoard, place: Place, words: LastWords, pulse: Pulse | 
     start = time.monotonic()
     settled_at: float | None = None
     while True:
-        witnesses = look(board, place, seen, dead, pulse)
+        witnesses = look(board, place, seen, dead, own)
         now = time.monotonic()
         if settled_at is None and _has_cause(witnesses):
             settled_at = now + _GRACE_S
         limit_s = _GRACE_S + PERIOD_S if words.kind == ENDED else _SILENT_S + PERIOD_S
         complete = all(w.words is not None for w in witnesses)
         if complete or (settled_at is not None and now >= settled_at) or now - start >= limit_s:
-            _end_stopped(board, witnesses)
+            _clean_up(board, witnesses)
             return judge(witnesses, words)
         time.sleep(_LOOK_S)
 
@@ -229,19 +256,20 @@ def _has_cause(witnesses: list[Witness]) -> bool:
     return False
 
 
-def _end_stopped(board: NoticeBoard, witnesses: list[Witness]) -> None:
-    """Kill stopped ranks of this host: they cannot take the agent's SIGTERM, and it would wait for them for long."""
+def _clean_up(board: NoticeBoard, witnesses: list[Witness]) -> None:
+    """On this host, kill stopped ranks (they cannot take the agent's SIGTERM), and remove what dead ones cannot."""
     notices = board.read()
     for w in witnesses:
+        if w.rank in notices and notices[w.rank].host == this_host() and (w.stopped_s or w.ended):
+            remove_own_board(Path(notices[w.rank].board))
         if w.stopped_s and w.rank in notices and state_of(notices[w.rank]) == "T":
             with suppress(OSError):
                 os.kill(notices[w.rank].pid, signal.SIGKILL)
 
 
-def _without_board(place: Place, words: LastWords, pulse: Pulse | None) -> MeshwrightError | None:
+def _without_board(place: Place, words: LastWords, moment: Moment) -> MeshwrightError | None:
     if words.kind == ENDED:
         return None
-    moment = pulse.read() if pulse is not None else Witness(place.rank).moment
     if words.kind != LOST_PEER:
         return find_cause([Witness(place.rank, words=words, moment=moment, ended=True)])
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -258,12 +286,6 @@ def _words(rank: int, error: BaseException) -> LastWords:
     if isinstance(error, KeyboardInterrupt):
         return LastWords(rank, ENDED, ("KeyboardInterrupt",), "SIGINT", exit_code=128 + signal.SIGINT)
     return last_words(rank, error)
-
-
-def _notice(pulse: Pulse, count: int, host: str, started: str) -> Notice:
-    moment = pulse.read()
-    quiet_s = time.monotonic() - moment.beat_s if moment.beat_s else 0.0
-    return Notice(count, host, os.getpid(), started, moment.step, moment.phase, moment.microbatch, quiet_s)
 
 
 def _ignore(number: int, frame: object) -> None:

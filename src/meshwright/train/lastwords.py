@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ..errors import Fault, MeshwrightError, SpecError
+from meshwright.errors import Fault, MeshwrightError, SpecError
 
 RETURNED: Final = "returned"
 ERROR: Final = "error"
@@ -171,8 +171,10 @@ def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
-    frame = (own or frames or [None])[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}" if frame is not None else ""
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
 def _words_of_exit(rank: int, error: SystemExit) -> LastWords:

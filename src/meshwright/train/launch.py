@@ -15,14 +15,15 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
 
-from ..errors import Interrupted, MeshwrightError, SpecError
+from meshwright.errors import Interrupted, MeshwrightError, SpecError
+
 from .environ import DEBUG, DEFAULT_TIMEOUT_S, ROOM, TIMEOUT_S, Place, check_nproc, read_place
 from .lastwords import last_words, leave, write_words
 from .native import die_with, release_openmp_threads, settle_torch
@@ -86,10 +87,10 @@ def launch(
             through as it is.
         Interrupted: Ctrl-C.
     """
-    place = read_place()
-    if place is not None:
-        return _take_part(main, nproc, timeout_s, place)
     try:
+        place = read_place()
+        if place is not None:
+            return _take_part(main, nproc, timeout_s, place)
         chosen = _choose_nproc(nproc)
         with _private_room() as room, _on_sigterm():
             try:
@@ -97,7 +98,8 @@ def launch(
             finally:
                 _keep_details(room, chosen, log_dir)
     except MeshwrightError as error:
-        _speak_plainly(error)
+        # As one of several ranks, all of which find the same: one line is enough.
+        _speak_plainly(error, silent=os.environ.get("RANK", "0") != "0")
         raise
     except KeyboardInterrupt:  # also Terminated
         # Before the ranks were under supervision, which has more to say.
@@ -106,12 +108,7 @@ def launch(
 
 def _take_part(main: Callable[[], T], nproc: int | None, timeout_s: float, place: Place) -> T:
     """This process already is a rank: of torchrun's, say, or of an outer `launch`."""
-    try:
-        check_nproc(nproc, place)
-    except SpecError as error:
-        # All ranks find the same, so one line is enough.
-        _speak_plainly(error, silent=place.rank != 0)
-        raise
+    check_nproc(nproc, place)
     os.environ.setdefault(TIMEOUT_S, str(timeout_s))
     if place.launcher == "meshwright" or place.world_size == 1:
         return main()
@@ -140,9 +137,14 @@ def _run(main: Callable[[], T], seat: Seat, start: Start) -> T | None:
         except BaseException:
             end_ranks(ranks)
             raise
-    supervise(ranks, seat.room, Patience(min(STOPPED_S, seat.timeout_s), seat.timeout_s))
-    del store
-    return _read_value(seat.room)
+    try:
+        supervise(ranks, seat.room, Patience(min(STOPPED_S, seat.timeout_s), seat.timeout_s))
+    finally:
+        # Now, not when the traceback that holds this frame goes: its thread would not be in a process forked later,
+        # and there its destructor aborts.
+        del store
+    value: T | None = _read_value(seat.room)
+    return value
 
 
 def _choose_nproc(nproc: int | None) -> int:
@@ -176,7 +178,7 @@ def _choose_start(start: Start, main: Callable[[], Any]) -> str:
 
 @contextmanager
 def _private_room() -> Iterator[Path]:
-    room = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    room = Path(tempfile.mkdtemp(prefix=f"meshwright-{os.getpid()}-"))
     try:
         yield room
     finally:
@@ -203,11 +205,12 @@ def _on_sigterm() -> Iterator[None]:
 
 
 def _start_ranks(main: Callable[[], Any], seats: Sequence[Seat], method: str, listener: int) -> list[BaseProcess]:
-    import torch  # noqa: F401  # once, here, for all ranks that are forked
-
     context: Any = multiprocessing.get_context(method)
     quiet = _quiet_environment()
     if method == "fork":
+        # Once, here, for all ranks.
+        import meshwright.train.world  # noqa: F401
+
         sys.stdout.flush()
         sys.stderr.flush()
         release_openmp_threads()
@@ -248,7 +251,7 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 def _serve_store(port: int, listener: int) -> object:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and missing from the stubs
 
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
@@ -307,7 +310,7 @@ def _keep_details(room: Path, nproc: int, log_dir: str | os.PathLike[str] | None
             Path(log_dir, f"error-rank{rank}.txt").write_text(words.details, encoding="utf-8")
 
 
-def _speak_plainly(error: MeshwrightError, silent: bool = False) -> None:
+def _speak_plainly(error: MeshwrightError, silent: bool) -> None:
     """If nobody catches the error, print its text without a traceback and exit with its code."""
     if sys.excepthook is not sys.__excepthook__ or os.environ.get(DEBUG):
         return

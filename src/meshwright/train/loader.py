@@ -35,7 +35,7 @@ class Microbatch:
         epoch: epoch, from 0.
         index: place in the step's microbatch grid, over all ranks.
         ids: (b,) sample ids; empty for a stand-in.
-        batch: the rows. A rank whose rows run out in a short last batch gets a stand-in, so that it joins every collective.
+        batch: the rows. A rank whose rows run out in a short last batch gets a stand-in, and joins every collective.
         last: True for this rank's last microbatch of the step.
     """
 
@@ -97,9 +97,11 @@ class Source(Protocol):
     """Where rows come from: how many samples, and microbatches for a sequence of places."""
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int:
+        """Samples in the data."""
 
-    def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]: ...
+    def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]:
+        """A microbatch for each place, in their order."""
 
 
 @final
@@ -119,13 +121,17 @@ class TokenSource:
 
     @property
     def num_samples(self) -> int:
+        """Samples in the data."""
         return self.corpus.rows.num_rows
 
     def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]:
+        """A microbatch for each place, in their order."""
         return read_ahead((self._load(place) for place in places), self.ahead)
 
     def _load(self, place: Place) -> Microbatch:
-        rows = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in self.corpus.rows.rows(place.read).items()}
+        rows = {
+            name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in self.corpus.rows.rows(place.read).items()
+        }
         if self.pin:
             rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
         return Microbatch(place.step, place.epoch, place.index, place.ids, rows, place.last)
@@ -236,9 +242,11 @@ class DatasetSource:
 
     @property
     def num_samples(self) -> int:
+        """Samples in the data."""
         return self._count
 
     def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]:
+        """A microbatch for each place, in their order."""
         known: queue.SimpleQueue[Place] = queue.SimpleQueue()
 
         def keys() -> Iterator[list[tuple[int, int]]]:
@@ -248,7 +256,7 @@ class DatasetSource:
 
         loader = DataLoader(
             Seeded(self.dataset, self.seed),
-            batch_sampler=_Keys(keys()),  # type: ignore[arg-type]  # a sampler of (epoch, id) pairs, not of ids
+            batch_sampler=_Keys(keys()),  # (epoch, id) pairs in place of ids
             num_workers=self.workers,
             collate_fn=self.collate,
             pin_memory=self.pin,
@@ -276,7 +284,7 @@ def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"data set {name}",
-            "is not map-style: it needs `len(data)` and `data[i]`, or the order of samples cannot be the same on every layout.",
+            "is not map-style: without `len(data)` and `data[i]` the order of samples cannot be the same on every layout.",
             "Nearest that works: a list of its items, or a class with __len__ and __getitem__.",
         )
     if not len(dataset):

@@ -58,7 +58,7 @@ def _tokens_and_labels(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     raise SpecError(
         "the default loss (token cross-entropy)",
         f"needs batches with `tokens` and `labels`; the data set gives {got}.",
-        "Name your own: loss.build = \"package.module:function\", f(model, batch) -> (sum, count).",
+        'Name your own: loss.build = "package.module:function", f(model, batch) -> (sum, count).',
     )
 
 
@@ -105,9 +105,9 @@ def _weighted_mean(mean: torch.Tensor, batch: Batch) -> Pair:
         return Pair(torch.where(count > 0, mean, mean.new_zeros(())) * count, count)
     rows = _rows(batch)
     warnings.warn(
-        "the loss function returns one number. meshwright takes it for a mean over the rows of the microbatch and weighs "
-        f"it by their number (here {rows}). If it is a mean over anything else (tokens, boxes), microbatches are weighed "
-        "wrongly: return (sum, count).",
+        f"the loss function returns one number. It is taken for a mean over the rows of the microbatch (here {rows}) and "
+        "weighed by them. If it is a mean over anything else (tokens, boxes), microbatches are weighed wrongly: return "
+        "(sum, count).",
         MeshwrightWarning,
         stacklevel=2,
     )
@@ -121,4 +121,8 @@ def _rows(batch: Batch) -> int:
     for item in items:
         if isinstance(item, torch.Tensor | dict | list | tuple):
             return _rows(item)
-    raise SpecError("the loss function", "returned one number, and its batch does not say how many rows it has.", "Return (sum, count).")
+    raise SpecError(
+        "the loss function",
+        "returned one number, and its batch does not say how many rows it has.",
+        "Return (sum, count).",
+    )

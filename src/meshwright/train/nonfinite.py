@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def refuse_nonfinite(
-    stepper: Stepper, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights
+    stepper: Stepper, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights | None
 ) -> str:
     """Stop, or say why the step is skipped.
 
@@ -28,7 +28,7 @@ def refuse_nonfinite(
         flags: for each microbatch of the step, how many of its losses are not finite; equal on all ranks.
         loss: the step's loss.
         norm: the gradients' norm.
-        weights: what the pairs were weighted by.
+        weights: what the pairs were weighted by; None if the microbatches cannot be run again.
 
     Raises:
         NonFiniteError: the rule is to stop.
@@ -40,12 +40,14 @@ def refuse_nonfinite(
         bad, what = None, "the sum of the losses"
     else:
         bad, what = _bad_gradient(stepper, mine, weights), "the gradient"
-    where = "all microbatches are finite by themselves" if bad is None else _place(stepper, flags, bad)
+    where = "no microbatch by itself was found to be" if bad is None else _place(stepper, flags, bad)
     rule = f"{what} is not finite ({where}); loss {loss:g}, gradient norm {norm:g}"
     if stepper.rules.on_nonfinite == "skip":
         return rule
     raise NonFiniteError(
-        f"step {step}", f"{rule}.", 'No weight was changed by this step. train.on_nonfinite = "skip" passes such steps by.'
+        f"step {step}",
+        f"{rule}.",
+        'No weight was changed by this step. train.on_nonfinite = "skip" passes such steps by.',
     )
 
 
@@ -56,19 +58,19 @@ def _place(stepper: Stepper, flags: list[float], index: int) -> str:
     return f"rank {owner}, microbatch {index}"
 
 
-def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights) -> int | None:
+def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | None) -> int | None:
     """Run the step's microbatches again, one at a time and unreduced, and find the first with a bad gradient.
 
     It costs a step, once, in a run that is about to stop or to skip. Where gradients are summed over ranks inside
     backward (mixed precision) a rank's own part cannot be seen, and None is returned.
     """
     first = float("inf")
-    if stepper.parallel.local_gradients:
+    if stepper.parallel.local_gradients and weights is not None:
         for microbatch in mine:
             stepper.optimizer.zero_grad(set_to_none=True)
             pairs = stepper.forward(microbatch, reduce=False)
             stepper.backward(stepper.begin(), microbatch, pairs, weights)
-            if not all(bool(torch.isfinite(p.grad).all()) for p in _with_gradient(stepper)):
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in _gradients(stepper)):
                 first = float(microbatch.index)
                 break
     found = torch.tensor(first, dtype=torch.float64, device=stepper.mesh.device)
@@ -78,5 +80,5 @@ def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights) ->
     return int(index) if math.isfinite(index) else None
 
 
-def _with_gradient(stepper: Stepper) -> list[torch.nn.Parameter]:
-    return [p for p in stepper.parallel.bare.parameters() if p.grad is not None]
+def _gradients(stepper: Stepper) -> list[torch.Tensor]:
+    return [p.grad for p in stepper.parallel.bare.parameters() if p.grad is not None]

@@ -11,12 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, final
 
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, and missing from the stubs
 
 from .lastwords import LastWords, format_words, parse_words
-from .pulse import Moment, process_state, read_stat
+from .pulse import Moment, open_board, process_state, read_moment, read_stat
 
 _START_FIELD: Final = 19
 _EXIT_CODE_FIELD: Final = 49
@@ -31,6 +32,7 @@ class Notice:
         host: which machine, and which process numbers on it, so that only fitting ranks ask /proc about `pid`.
         pid: the process.
         started: the kernel's start time of the process, because numbers are used again.
+        board: a file on that host where the process writes the same at every beat.
         step, phase, microbatch: where the training loop is.
         quiet_s: for how long the loop has reported nothing.
     """
@@ -39,6 +41,7 @@ class Notice:
     host: str
     pid: int
     started: str
+    board: str
     step: int
     phase: str
     microbatch: int
@@ -56,7 +59,7 @@ class NoticeBoard:
 
     __slots__ = ("_prefix", "_store", "_world_size")
 
-    def __init__(self, store: dist.Store, world_size: int, prefix: str) -> None:
+    def __init__(self, store: Store, world_size: int, prefix: str) -> None:
         self._store = store
         self._world_size = world_size
         self._prefix = prefix
@@ -79,7 +82,7 @@ class NoticeBoard:
 
     def claim(self, what: str) -> bool:
         """Whether this call is the first of all ranks' for `what`."""
-        return self._store.add(f"{self._prefix}/claim/{what}", 1) == 1
+        return bool(self._store.add(f"{self._prefix}/claim/{what}", 1) == 1)
 
     def _read(self, kind: str) -> dict[int, str]:
         # One key at a time: asking for several waits until all of them exist.
@@ -94,7 +97,7 @@ def connect_board(world_size: int, wait_s: float, environ: Mapping[str, str] | N
         Exception: nobody serves the store there (torch's DistNetworkError or DistStoreError).
     """
     environ = os.environ if environ is None else environ
-    store = dist.TCPStore(
+    store = TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
         is_master=False,
@@ -135,6 +138,15 @@ def exit_code_of(notice: Notice) -> int | None:
         return None
     status = int(_field(notice.pid, _EXIT_CODE_FIELD) or 0)
     return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def latest_moment(notice: Notice) -> Moment:
+    """Where a process of this host was at its last beat: a notice may be a second old, its board is not."""
+    try:
+        with open_board(Path(notice.board)) as board:
+            return read_moment(board, 0)
+    except (OSError, ValueError):
+        return notice.moment
 
 
 def _boot_id() -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from meshwright.errors import SpecError
+from meshwright.models.resolve import resolve_callable
 from meshwright.spec.optimizers import OPTIMIZERS, Group, groups_of, normalised
 from meshwright.spec.sections import OptimizerSection
 
@@ -20,8 +21,8 @@ NAMES: Final = "param_names"
 """Key of a parameter group that holds the names of its parameters; torch's own, where it was given named parameters."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""A user's own optimizer: from parameter groups (here one) to an optimizer, as torch.optim's classes are."""
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""A user's own optimizer: f(parameter groups, lr=..., options) -> optimizer, as torch.optim's classes are."""
 
 
 def build_optimizer(
@@ -48,17 +49,27 @@ def build_optimizer(
     if not trainable:
         raise SpecError("the model", f"has no trainable parameter ({len(named)} in all).", "Set requires_grad on some.")
     groups = [_group(members, group) for members, group in _assign(groups_of(section), trainable)]
+    if factory is None and section.build is not None:
+        factory = resolve_callable(section.build, "optimizer.build")
     if factory is None:
         options = normalised(section, reduction=reduction)
         optimizer = getattr(torch.optim, OPTIMIZERS[section.name].torch_name)(groups, **options)
     else:
-        optimizer = factory(groups)
+        optimizer = _call(factory, groups, {"lr": section.lr, **section.options})
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError("optimizer", f"made a {type(optimizer).__name__}, and a torch.optim.Optimizer is needed.")
     for group in optimizer.param_groups:
         group["lr"] *= lr_factor
         group[PEAK] = group["lr"]
     return optimizer
+
+
+def _call(factory: OptimizerFactory, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    try:
+        return factory(groups, **options)
+    except (TypeError, ValueError) as error:
+        name = getattr(factory, "__qualname__", repr(factory))
+        raise SpecError(f"optimizer {name}", f"cannot be made with {', '.join(options)}: {error}.") from error
 
 
 def _assign(groups: Sequence[Group], named: Named) -> list[tuple[Named, Group]]:
@@ -90,7 +101,7 @@ def set_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> float:
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Optimizer state as flat names, `NAME_OF_STATE/NAME_OF_PARAMETER` -> tensor. Scalars are tensors of no dimension."""
+    """Optimizer state as flat names, `STATE/PARAMETER` -> tensor. Scalars are tensors of no dimension."""
     flat = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group[NAMES], group["params"], strict=True):

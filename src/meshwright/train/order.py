@@ -74,10 +74,12 @@ class Split:
 
     @property
     def num_held_out(self) -> int:
+        """Samples that are never trained on."""
         return int(self.num_samples * self.fraction)
 
     @property
     def num_training(self) -> int:
+        """Samples that are trained on."""
         return self.num_samples - self.num_held_out
 
     def training_ids(self, positions: Ids) -> Ids:
@@ -112,11 +114,13 @@ class SampleOrder:
             raise DataError(
                 f"an epoch of {self.split.num_training} samples",
                 f'has no whole global batch of {self.global_batch_size}, and data.last_batch = "drop" uses no other.',
-                f'Nearest that works: batch.global_batch_size = {max(1, self.split.num_training)}, or data.last_batch = "keep".',
+                f"Nearest that work: batch.global_batch_size = {max(1, self.split.num_training)}, or "
+                'data.last_batch = "keep".',
             )
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch."""
         whole, rest = divmod(self.split.num_training, self.global_batch_size)
         return whole + (1 if rest and self.last_batch == "keep" else 0)
 
@@ -130,7 +134,7 @@ class SampleOrder:
         return step // self.steps_per_epoch
 
     def samples_of(self, step: int) -> Ids:
-        """Ids of the samples of a step (counted from 0), in order; global_batch_size of them, or what an epoch has left."""
+        """Ids of the samples of a step (from 0), in order: global_batch_size of them, or what an epoch has left."""
         epoch, offset = divmod(step, self.steps_per_epoch)
         first = offset * self.global_batch_size
         positions = np.arange(first, min(first + self.global_batch_size, self.split.num_training), dtype=np.int64)
@@ -148,9 +152,10 @@ class SampleOrder:
         """What an epoch is made of, and what it leaves, in one line."""
         text = f"data: {self.split.num_training} samples, {self.steps_per_epoch} steps an epoch"
         if self.left_over:
-            text += f"; each epoch leaves {self.left_over} of them unused, others each time (last_batch = drop)"
-        elif self.last_batch == "keep" and self.split.num_training % self.global_batch_size:
-            text += f"; the last step of each has {self.split.num_training % self.global_batch_size} samples (last_batch = keep)"
+            others = ", others each time" if self.shuffle else ""
+            text += f"; each epoch leaves {self.left_over} of them unused{others} (last_batch = drop)"
+        elif rest := self.split.num_training % self.global_batch_size:
+            text += f"; the last step of each has {rest} samples (last_batch = keep)"
         if self.split.num_held_out:
             text += f"; {self.split.num_held_out} held out for validation"
         return text

@@ -8,7 +8,9 @@ and a beating heart, and a stopped process has neither.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ _BEAT: Final = struct.Struct("<qqd32s")
 _HEART: Final = struct.Struct("<d")
 _HEART_OFFSET: Final = 64
 _SLOT_BYTES: Final = 128
+_OWN_PREFIX: Final = "meshwright-pulse-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,20 @@ def create_board(path: Path, nproc: int) -> None:
     path.write_bytes(bytes(nproc * _SLOT_BYTES))
 
 
+def create_own_board() -> Path:
+    """A board for one rank that has no supervisor; neighbours on its host look it up when the rank is dead."""
+    handle, name = tempfile.mkstemp(prefix=_OWN_PREFIX)
+    os.close(handle)
+    create_board(Path(name), 1)
+    return Path(name)
+
+
+def remove_own_board(path: Path) -> None:
+    """Remove such a board, and nothing else, whoever says that the path is one."""
+    if path.name.startswith(_OWN_PREFIX) and path.parent == Path(tempfile.gettempdir()):
+        path.unlink(missing_ok=True)
+
+
 def open_board(path: Path) -> mmap.mmap:
     """Map the file that `create_board` made."""
     with path.open("r+b") as file:
@@ -72,7 +89,7 @@ def open_board(path: Path) -> mmap.mmap:
 
 
 def read_moment(board: mmap.mmap | bytearray, rank: int) -> Moment:
-    """What `rank` last wrote. A torn read is possible and harmless: the text is for people, and the next read is whole."""
+    """What `rank` last wrote. A torn read is possible and harmless: the next one is whole."""
     step, microbatch, beat_s, phase = _BEAT.unpack_from(board, rank * _SLOT_BYTES)
     (heart_s,) = _HEART.unpack_from(board, rank * _SLOT_BYTES + _HEART_OFFSET)
     if step == 0 and not beat_s:

@@ -19,16 +19,23 @@ PLAIN_EVERY_S: Final = 5.0
 
 @final
 class Console:
-    """Prints on rank 0 and is silent elsewhere."""
+    """Prints on rank 0 and is silent elsewhere.
 
-    def __init__(self, speaks: bool, total: int, start: int) -> None:
-        self.speaks, self.total = speaks, total
-        self._bar = _progress_bar(total, start) if speaks and sys.stderr.isatty() else None
+    Args:
+        speaks: True on rank 0.
+        progress: False leaves only warnings.
+        total: the last step.
+        start: steps done before.
+    """
+
+    def __init__(self, *, speaks: bool, progress: bool, total: int, start: int) -> None:
+        self.speaks, self.shows, self.total = speaks, speaks and progress, total
+        self._bar = _progress_bar(total, start) if self.shows and sys.stderr.isatty() else None
         self._printed_s, self._begin = 0.0, (start, time.perf_counter())
 
     def say(self, line: str) -> None:
         """Print one line."""
-        if not self.speaks:
+        if not self.shows:
             return
         if self._bar is not None:
             self._bar.clear()
@@ -41,7 +48,7 @@ class Console:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show one step."""
-        if not self.speaks:
+        if not self.shows:
             return
         text = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
         if self._bar is not None:
@@ -51,7 +58,10 @@ class Console:
         now = time.perf_counter()
         if row["step"] in (self._begin[0] + 1, self.total) or now - self._printed_s >= PLAIN_EVERY_S:
             self._printed_s = now
-            print(f"step {row['step']}/{self.total}  {text}  lr {row['lr']:.2e}  {self._eta(row['step'], now)}", flush=True)
+            print(
+                f"step {row['step']}/{self.total}  {text}  lr {row['lr']:.2e}  {self._eta(row['step'], now)}",
+                flush=True,
+            )
 
     def _eta(self, step: int, now: float) -> str:
         first, since = self._begin
@@ -120,7 +130,7 @@ class Recorder:
 
 @final
 class _Events:
-    """Scalars as TensorBoard event files, through the tensorboard package itself: torch's wrapper costs 2 s of import."""
+    """Scalars as TensorBoard event files, through the tensorboard package: torch's wrapper costs 2 s of import."""
 
     def __init__(self, writer: Any, event: Any, summary: Any) -> None:
         self.writer, self.event, self.summary = writer, event, summary
@@ -141,7 +151,9 @@ def _event_writer(folder: Path, start: int) -> _Events:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
         raise SpecError(
-            "record.tensorboard = true", "needs the package tensorboard.", "Install it with: pip install 'meshwright[tensorboard]'"
+            "record.tensorboard = true",
+            "needs the package tensorboard.",
+            "Install it with: pip install 'meshwright[tensorboard]'",
         ) from error
     writer = EventFileWriter(str(folder / "tensorboard"))
     # Tells TensorBoard to drop what an earlier, longer run of this folder wrote past the checkpoint.

@@ -1,4 +1,4 @@
-"""Do the ranks still hold the same thing? Weights must be equal, buffers may have drifted; both are compared by hash."""
+"""Do the ranks still hold the same thing? Weights must, buffers may have drifted; both are compared by hash."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def require_equal_weights(model: nn.Module, world_size: int, when: str) -> None:
         raise RankDisagreement(
             f"weights {when}",
             f"differ between ranks: {listed}.",
-            "A function that builds the model must give the same weights on every rank: use no random numbers but torch's, "
-            "numpy's and Python's global generators, which are seeded for it.",
+            "A function that builds the model must give the same weights on every rank: draw random numbers from "
+            "torch's, numpy's or Python's global generators alone, which are seeded for it.",
         )
 
 
@@ -61,7 +61,8 @@ def reconcile_buffers(model: nn.Module, world_size: int) -> list[str]:
     if world_size == 1:
         return []
     norms = set(batch_norms(model))
-    averaged, others = [], []
+    averaged: list[tuple[str, torch.Tensor]] = []
+    others: list[tuple[str, torch.Tensor]] = []
     for name, buffer in model.named_buffers():
         is_statistic = name.rpartition(".")[0] in norms and buffer.is_floating_point()
         (averaged if is_statistic else others).append((name, buffer))

@@ -1,8 +1,8 @@
 """A whole run on this rank: where it begins, the loop, validation, checkpoints, and how it ends.
 
-    find where to begin (rank 0, agreed)        build the Trainer        load the checkpoint
-    for each step:  train   validate?   record   save?
-    summary.json
+find where to begin (rank 0, agreed)        build the Trainer        load the checkpoint
+for each step:  train   validate?   record   save?
+summary.json
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +29,7 @@ from meshwright.train.record import Console, Recorder, metrics_row
 from meshwright.train.replicas import reconcile_buffers, require_equal_weights
 from meshwright.train.run_folder import CHECKPOINTS, Start, find_start, open_folder
 from meshwright.train.step import StepResult, local
+from meshwright.train.stored import folder_name
 from meshwright.train.trainer import Parts, Trainer
 from meshwright.train.world import World
 
@@ -47,7 +49,7 @@ def settle(recipe: Recipe, start: Start, world_size: int) -> Recipe:
     return dataclasses.replace(recipe, batch=batch, layout=section_of(layout, recipe.layout.pp_schedule))
 
 
-def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World, parts: Parts | None = None) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World) -> dict[str, Any]:
     """Train a recipe in a run folder, from the start or from its newest good checkpoint; the same call on every rank.
 
     Returns:
@@ -56,43 +58,80 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World, part
     Raises:
         MeshwrightError: see `errors`; what was on disk before is whole.
     """
+    with closing(begin_run(recipe, folder, resume=resume, world=world)) as run:
+        stream = run.trainer.stream(run.start.step, run.end)
+        for _ in range(run.start.step, run.end):
+            run.step(stream)
+        return run.finish()
+
+
+def begin_run(
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    resume: bool,
+    world: World,
+    parts: Parts | None = None,
+    progress: bool = True,
+) -> Run:
+    """Find where a run begins, and make it ready there; collective.
+
+    Args:
+        recipe: what to train.
+        folder: run folder; None keeps no record and no checkpoints.
+        resume: continue the newest good checkpoint of the folder.
+        world: the ranks.
+        parts: Python objects in place of what the recipe names.
+        progress: say on rank 0 what is going on.
+    """
     agreement = Agreement(world.rank, world.world_size)
-    start = agreement.on_rank_0(lambda: find_start(folder, recipe, resume=resume, hashes=True))
-    run = Run(settle(recipe, start, world.world_size), folder, start, world, agreement, parts)
-    try:
-        return run.train()
-    finally:
-        run.close()
+    start = Start()
+    if folder is not None:
+        start = agreement.on_rank_0(lambda: find_start(folder, recipe, resume=resume, hashes=True))
+    return Run(settle(recipe, start, world.world_size), folder, start, world, agreement, parts, progress=progress)
 
 
 @final
 class Run:
-    """A run in progress.
+    """A run in progress: a Trainer with its beginning, its record and its checkpoints.
 
     Args:
         recipe: settled.
-        folder: run folder.
+        folder: run folder; None keeps no record and no checkpoints.
         start: where it begins.
         world: the ranks.
         agreement: how rank 0's outcomes reach them.
         parts: Python objects in place of what the recipe names.
+        progress: say on rank 0 what is going on.
     """
 
     def __init__(
-        self, recipe: Recipe, folder: Path, start: Start, world: World, agreement: Agreement, parts: Parts | None = None
+        self,
+        recipe: Recipe,
+        folder: Path | None,
+        start: Start,
+        world: World,
+        agreement: Agreement,
+        parts: Parts | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
         self.recipe, self.folder, self.start, self.world, self.agreement = recipe, folder, start, world, agreement
         self.end = min(recipe.train.steps, recipe.train.stop_after or recipe.train.steps)
-        self.console = Console(world.speaks, self.end, start.step)
         self.trainer = Trainer(recipe, world, parts)
-        self.tokens, self.validation, self.seconds = 0, {}, 0.0
         self.last: StepResult | None = None
-        self._saved_step: int | None = start.step if start.checkpoint else None
+        self._tokens, self._seconds, self._validation = 0, 0.0, dict[str, Any]()
+        self._tokens_before = 0
+        self._saved_step = start.step if start.checkpoint else None
         self._restore()
-        agreement.on_rank_0(lambda: open_folder(folder, recipe, start))
-        self.recorder = Recorder(
-            folder, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step
-        )
+        if folder is not None:
+            agreement.on_rank_0(lambda: open_folder(folder, recipe, start))
+        self.recorder = Recorder(folder, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step)
+        self.console = Console(speaks=world.speaks, progress=progress, total=self.end, start=start.step)
+        for line in [*self.trainer.lines(), *start.lines]:
+            self.console.say(line)
+        for line in self.trainer.warnings():
+            self.console.warn(line)
 
     def _restore(self) -> None:
         """Put the checkpoint that the run begins at into the trainer."""
@@ -101,7 +140,7 @@ class Run:
             return
         self.agreement.on_rank_0(lambda: self._require_same_data(checkpoint.manifest["data"]["num_samples"]))
         load(checkpoint, self.trainer.state)
-        self.tokens = int(checkpoint.manifest["tokens"])
+        self._tokens = self._tokens_before = int(checkpoint.manifest["tokens"])
         scaler = self.trainer.stepper.scaler
         scaler.scale, scaler.good_steps = checkpoint.manifest["loss_scale"]
         require_equal_weights(self.trainer.model, self.world.world_size, "after loading the checkpoint")
@@ -115,26 +154,24 @@ class Run:
                 "The same step would train on other samples; give the run its data back.",
             )
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end; returns what summary.json holds."""
-        for line in [*self.trainer.lines(), *self.start.lines]:
-            self.console.say(line)
-        for line in self.trainer.warnings():
-            self.console.warn(line)
-        stream = self.trainer.stream(self.start.step, self.end)
-        began = time.perf_counter()
-        for step in range(self.start.step, self.end):
-            self._step(step, stream)
-        self.seconds = time.perf_counter() - began
-        return self._finish()
+    @property
+    def done(self) -> int:
+        """Optimizer steps done, those of earlier runs in this folder included."""
+        return self.last.step if self.last else self.start.step
 
-    def _step(self, step: int, stream: Iterator[Microbatch]) -> None:
+    def step(self, stream: Iterator[Microbatch]) -> StepResult:
+        """Make the next step from the stream, and all that follows it."""
         began = time.perf_counter()
         result = self.trainer.stepper.step(stream)
-        self.tokens, self.last = self.tokens + int(result.count), result
+        self.after(result, time.perf_counter() - began)
+        return result
+
+    def after(self, result: StepResult, seconds: float) -> None:
+        """What follows a step: validation, record and checkpoint, where they are due; collective."""
+        self._tokens, self._seconds, self.last = self._tokens + int(result.count), self._seconds + seconds, result
         samples = self.trainer.order.samples_before(result.step)
-        row = metrics_row(result, tokens=self.tokens, samples=samples, seconds=time.perf_counter() - began)
-        if self._is_due(result.step, self.recipe.validation.every_steps, self.trainer.split.num_held_out > 0):
+        row = metrics_row(result, tokens=self._tokens, samples=samples, seconds=seconds)
+        if self._is_due(result.step, self.recipe.validation.every_steps) and self.trainer.split.num_held_out:
             row |= self._validate()
         self.recorder.step(row)
         self.console.step(row)
@@ -142,20 +179,20 @@ class Run:
             self._record_samples(result)
         if result.step == self.start.step + 1:
             self._name_idle_parameters()
-        if self._is_due(result.step, self.recipe.checkpoint.every_steps, True):
-            self._save(result.step)
+        if self._is_due(result.step, self.recipe.checkpoint.every_steps):
+            self.save()
         self.world.pulse.beat(result.step, "done")
 
-    def _is_due(self, done: int, every: int | None, wanted: bool) -> bool:
-        return wanted and (done == self.end or (every is not None and done % every == 0))
+    def _is_due(self, done: int, every: int | None) -> bool:
+        return done == self.end or (every is not None and done % every == 0)
 
     def _validate(self) -> dict[str, Any]:
-        self.world.pulse.beat(self.last.step if self.last else 0, "validation")
+        self.world.pulse.beat(self.done, "validation")
         reconcile_buffers(self.trainer.model, self.world.world_size)
         loss, samples = evaluate(self.trainer.stepper, self.trainer.source, self.trainer.split)
-        self.validation = {"validation_loss": loss, "validation_samples": samples}
-        self.console.say(f"validation at step {self.last.step if self.last else 0}: loss {loss:.4f} over {samples} samples")
-        return self.validation
+        self._validation = {"validation_loss": loss, "validation_samples": samples}
+        self.console.say(f"validation at step {self.done}: loss {loss:.4f} over {samples} samples")
+        return self._validation
 
     def _record_samples(self, result: StepResult) -> None:
         """Write the ids that the ranks really trained on, in the order of the microbatch grid."""
@@ -169,14 +206,18 @@ class Run:
             listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             self.console.warn(f"{len(names)} trainable parameters got no gradient in the first step: {listed}")
 
-    def _save(self, step: int) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of the steps done; collective. Without a run folder, or saved already: nothing."""
+        if self.folder is None or self._saved_step == self.done:
+            return
+        home, step, keep = self.folder / CHECKPOINTS, self.done, self.recipe.checkpoint.keep_last
         self.world.pulse.beat(step, "checkpoint")
         drifted = reconcile_buffers(self.trainer.model, self.world.world_size)
         if drifted:
             self.console.warn(f"buffers differ between ranks, and rank 0's are saved: {', '.join(drifted[:4])}")
         require_equal_weights(self.trainer.model, self.world.world_size, f"at step {step}")
-        state, facts, keep = self.trainer.state, self._facts(), self.recipe.checkpoint.keep_last
-        self.agreement.on_rank_0(lambda: save(self.folder / CHECKPOINTS, step, state, facts, keep))
+        state, facts = self.trainer.state, self._facts()
+        self.agreement.on_rank_0(lambda: save(home, step, state, facts, keep))
         self._saved_step = step
 
     def _facts(self) -> dict[str, Any]:
@@ -185,27 +226,28 @@ class Run:
             "meshwright": __version__,
             "layout": trainer.layout.word,
             "world_size": trainer.layout.world_size,
-            "tokens": self.tokens,
-            "samples": trainer.order.samples_before(self.last.step if self.last else self.start.step),
+            "tokens": self._tokens,
+            "samples": trainer.order.samples_before(self.done),
             "loss_scale": [trainer.stepper.scaler.scale, trainer.stepper.scaler.good_steps],
             "data": {"num_samples": trainer.source.num_samples, "about": trainer.about_data},
             "recipe": to_table(self.recipe),
         }
 
-    def _finish(self) -> dict[str, Any]:
-        done = self.last.step if self.last else self.start.step
+    def finish(self) -> dict[str, Any]:
+        """End the run with a checkpoint of its last step and summary.json; collective. Returns what that holds."""
+        self.save()
         facts = self._facts()
         weights = ((name, local(tensor.detach())) for name, tensor in state_items(self.trainer.model))
         summary = {
-            "status": "done" if done == self.recipe.train.steps else "stopped",
-            "step": done,
+            "status": "done" if self.done == self.recipe.train.steps else "stopped",
+            "step": self.done,
             "steps": self.recipe.train.steps,
             "loss": self.last.loss if self.last else None,
-            **self.validation,
+            **self._validation,
             **{name: facts[name] for name in ("layout", "world_size", "tokens", "samples")},
             "weights_sha256": weights_sha256(weights) if self.world.speaks else None,
-            "checkpoint": f"{CHECKPOINTS}/step-{self._saved_step:08d}" if self._saved_step is not None else None,
-            "seconds": round(self.seconds, 3),
+            "checkpoint": f"{CHECKPOINTS}/{folder_name(self._saved_step)}" if self._saved_step is not None else None,
+            "seconds": round(self._seconds, 3),
         }
         self.agreement.on_rank_0(lambda: self.recorder.summary(summary))
         self.console.close()
@@ -213,13 +255,12 @@ class Run:
         return summary
 
     def _closing_line(self, summary: dict[str, Any]) -> str:
+        where = f", in {self.folder}" if self.folder else ""
         if self.last is None:
-            return f"nothing to do: step {summary['step']} of {summary['steps']} is done ({self.folder})"
-        rate = (self.tokens - (int(self.start.checkpoint.manifest["tokens"]) if self.start.checkpoint else 0)) / self.seconds
-        return (
-            f"{summary['status']}: step {summary['step']} of {summary['steps']}, loss {self.last.loss:.4f}, "
-            f"{rate:,.0f} tokens/s, in {self.folder}"
-        )
+            return f"nothing to do: step {self.done} of {self.recipe.train.steps} is done{where}"
+        rate = (self._tokens - self._tokens_before) / self._seconds
+        status = f"{summary['status']}: step {self.done} of {self.recipe.train.steps}, loss {self.last.loss:.4f}"
+        return f"{status}, {rate:,.0f} tokens/s{where}"
 
     def close(self) -> None:
         """Close files and the progress bar."""

@@ -1,10 +1,10 @@
 """The folder of a run: may this run start in it, and from which step? No torch.
 
-    recipe.toml      resolved
-    metrics.jsonl    one object a step
-    samples.jsonl    sample ids of each step, if asked for
-    summary.json     how it ended
-    checkpoints/     step-00000020, ...
+recipe.toml      resolved
+metrics.jsonl    one object a step
+samples.jsonl    sample ids of each step, if asked for
+summary.json     how it ended
+checkpoints/     step-00000020, ...
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def find_start(folder: Path, recipe: Recipe, *, resume: bool, hashes: bool) -> S
     if checkpoint is None and passed:
         listed = "\n  ".join(passed)
         raise CheckpointError(
-            f"run folder {folder}", f"has no whole checkpoint:\n  {listed}\n", "Nothing was changed. Start anew in another --run-dir."
+            f"run folder {folder}",
+            f"has no whole checkpoint:\n  {listed}\n",
+            "Nothing was changed. Start anew in another --run-dir.",
         )
     if checkpoint is None:
         return Start(lines=["resume: no checkpoint yet, starting at step 0"])
@@ -81,7 +83,11 @@ def _require_unused(folder: Path) -> None:
     held = [name for name in (METRICS, SUMMARY, RECIPE) if (folder / name).exists()]
     if stored.candidates(folder) or held:
         what = f"{len(stored.candidates(folder))} checkpoints" if stored.candidates(folder) else held[0]
-        raise SpecError(f"run folder {folder}", f"holds a run already ({what}).", "Continue it with --resume, or name another with --run-dir.")
+        raise SpecError(
+            f"run folder {folder}",
+            f"holds a run already ({what}).",
+            "Continue it with --resume, or name another with --run-dir.",
+        )
 
 
 def _changes(checkpoint: Stored, recipe: Recipe) -> list[str]:
@@ -97,13 +103,16 @@ def _changes(checkpoint: Stored, recipe: Recipe) -> list[str]:
         raise SpecError(
             f"resuming {checkpoint.path}",
             f"would train something else: {listed}.",
-            "These stay as they were; [layout], [cluster], [checkpoint], validation.every_steps, recording, train.stop_after, "
-            "recompute, sync and batch.microbatch_size may change.",
+            "These stay as they were; [layout], [cluster], [checkpoint], [record], validation.every_steps, "
+            "train.stop_after, record_samples, recompute, sync, timeout_s and batch.microbatch_size may change.",
         )
     before, now = then.batch.microbatch_size, recipe.batch.microbatch_size
     if before == now or now is None:
         return []
-    return [f"resume: batch.microbatch_size was {before}, now {now}: dropout and rounding differ from here on, so exactness ends at this step"]
+    return [
+        f"resume: batch.microbatch_size was {before}, now {now}: dropout and rounding differ from here on, "
+        "so exactness ends at this step"
+    ]
 
 
 def _shown(value: Any) -> str:

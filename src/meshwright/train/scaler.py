@@ -44,7 +44,11 @@ class LossScaler:
         """
         self.scale, self.good_steps = self.scale / 2, 0
         if self.scale < 2.0**-24:
-            raise NonFiniteError("fp16 loss scaling", f"fell to {self.scale:g} and gradients still overflow.", 'Use precision.compute = "bf16" or "fp32".')
+            raise NonFiniteError(
+                "fp16 loss scaling",
+                f"fell to {self.scale:g} and gradients still overflow.",
+                'Use precision.compute = "bf16" or "fp32".',
+            )
 
     def succeeded(self) -> None:
         """Count a good step; double the scale after GROWTH_INTERVAL of them."""

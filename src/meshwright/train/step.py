@@ -33,7 +33,7 @@ from meshwright.spec.batch import BatchPlan
 from meshwright.spec.schedule import lr_multiplier
 from meshwright.spec.sections import ScheduleSection
 from meshwright.train.counts import Weights, counts_first
-from meshwright.train.loader import Microbatch, to_device
+from meshwright.train.loader import Batch, Microbatch, to_device
 from meshwright.train.loss import LossFunction, Pair, pairs_of
 from meshwright.train.nonfinite import refuse_nonfinite
 from meshwright.train.optimizer import set_rate
@@ -115,7 +115,7 @@ class StepSums:
         self.ids += microbatch.ids.tolist()
 
     def vector(self) -> torch.Tensor:
-        """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; sums over ranks mean what they say."""
+        """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; each may be summed over ranks."""
         samples = self.flags.new_tensor([float(self.samples)])
         return torch.cat([torch.stack(self.totals), torch.stack(self.counts), samples, self.flags])
 
@@ -161,28 +161,41 @@ class Stepper:
         return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
 
     def forward(self, microbatch: Microbatch, *, reduce: bool) -> list[Pair]:
-        """Run the loss function on one seeded microbatch; `reduce` says whether its backward reduces gradients."""
+        """Run the loss function on one microbatch; `reduce` says whether its backward reduces gradients."""
+        batch = self.prepare(microbatch, reduce=reduce)
+        return weighed(microbatch, pairs_of(self.parallel.entry(self.loss, batch), batch))
+
+    def prepare(self, microbatch: Microbatch, *, reduce: bool) -> Batch:
+        """Seed the forward pass of one microbatch, and put its rows on the device."""
         self.pulse.beat(microbatch.step + 1, "forward", microbatch.index)
         self.seeds.at(microbatch.step, microbatch.index)
         self.parallel.set_sync(reduce)
-        batch = to_device(microbatch.batch, self.mesh.device)
-        pairs = pairs_of(self.parallel.entry(self.loss, batch), batch)
-        return pairs if len(microbatch.ids) else [Pair(pair.total * 0.0, 0.0) for pair in pairs]
+        return to_device(microbatch.batch, self.mesh.device)
 
     def backward(self, sums: StepSums, microbatch: Microbatch, pairs: list[Pair], weights: Weights) -> None:
         """Add one microbatch to the gradients and to the sums."""
         self.pulse.beat(microbatch.step + 1, "backward", microbatch.index)
         sums.add(microbatch, pairs)
-        terms = [pair.total if weight is None else pair.total * weight for pair, weight in zip(pairs, weights, strict=True)]
+        terms = [
+            pair.total if weight is None else pair.total * weight for pair, weight in zip(pairs, weights, strict=True)
+        ]
         objective = sum(terms[1:], terms[0])
         if not objective.requires_grad:
             raise SpecError(
-                "the loss function", "returned a sum that does not depend on the model's parameters.", "Return it undetached."
+                "the loss function",
+                "returned a sum that does not depend on the model's parameters.",
+                "Return it undetached.",
             )
-        (objective * self.scaler.scale if self.scaler.enabled else objective).backward()
+        torch.autograd.backward(objective * self.scaler.scale if self.scaler.enabled else objective)
 
-    def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights) -> StepResult:
+    def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights, *, replay: bool = True) -> StepResult:
         """Combine the ranks' sums, decide together, clip, and update.
+
+        Args:
+            sums: of this rank.
+            mine: this rank's microbatches.
+            weights: what the pairs were weighted by.
+            replay: find a bad gradient by running the microbatches again; False if the loss function did not make it.
 
         Raises:
             NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
@@ -196,14 +209,16 @@ class Stepper:
         scale = self.parallel.gradient_scale / count / self.scaler.scale
         norm = raw_norm * scale
         loss = math.fsum(total / max(n, 1.0) for total, n in zip(totals, counts, strict=True))
-        skipped = self._verdict(mine, flags, loss, norm, weights)
+        skipped = self._verdict(mine, flags, loss, norm, weights if replay else None)
         lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
         if not skipped:
             self._update(gradients, scale * self._clipping(norm))
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(step + 1, loss, lr, norm, counts[0], int(samples), skipped, sums.ids)
 
-    def _read(self, sums: StepSums, gradients: list[torch.Tensor]) -> tuple[list[float], list[float], float, list[float], float]:
+    def _read(
+        self, sums: StepSums, gradients: list[torch.Tensor]
+    ) -> tuple[list[float], list[float], float, list[float], float]:
         """All-reduce the sums, take the norm of the (already reduced) gradients, and read both at once."""
         vector, pairs = sums.vector(), len(sums.totals)
         if self.mesh.layout.dp_degree > 1:
@@ -212,7 +227,9 @@ class Stepper:
         values = torch.cat([vector, norm.to(vector.device, torch.float64).reshape(1)]).tolist()
         return values[:pairs], values[pairs : 2 * pairs], values[2 * pairs], values[2 * pairs + 1 : -1], values[-1]
 
-    def _verdict(self, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights) -> str:
+    def _verdict(
+        self, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights | None
+    ) -> str:
         """Empty if the update may be made; else why it is skipped. All ranks see the same numbers."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.scaler.succeeded()
@@ -230,6 +247,11 @@ class Stepper:
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         self.optimizer.step()
+
+
+def weighed(microbatch: Microbatch, pairs: list[Pair]) -> list[Pair]:
+    """The pairs of a microbatch; those of a stand-in count for nothing."""
+    return pairs if len(microbatch.ids) else [Pair(pair.total * 0.0, 0.0) for pair in pairs]
 
 
 def take_step(stream: Iterator[Microbatch], batch: BatchPlan) -> list[Microbatch]:

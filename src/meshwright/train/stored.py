@@ -87,7 +87,9 @@ def read(folder: Path) -> Stored:
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}", f"cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {folder}", f"has a broken {MANIFEST} ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(
+            f"checkpoint {folder}", f"has a broken {MANIFEST} ({type(error).__name__}: {error})."
+        ) from error
     if version != FORMAT or not complete:
         raise CheckpointError(f"checkpoint {folder}", f"is of format {version}; this version reads format {FORMAT}.")
     return Stored(folder, step, manifest)
@@ -126,7 +128,7 @@ def newest_good(root: Path, *, hashes: bool) -> tuple[Stored | None, list[str]]:
         root: run folder.
         hashes: read every byte; False compares sizes only.
     """
-    passed = []
+    passed: list[str] = []
     for folder in candidates(root):
         try:
             stored = read(folder)
@@ -144,7 +146,7 @@ def file_sha256(path: Path) -> str:
 
 
 def weights_sha256(path: Path) -> str:
-    """The digest of a model.safetensors: for each sorted name: name, dtype and shape as text ended by 0, then the bytes.
+    """The digest of a model.safetensors: for each sorted name, its dtype and shape as text ended by 0, then the bytes.
 
     Raises:
         CheckpointError: it is no safetensors file.

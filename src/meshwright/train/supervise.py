@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, final
 
-from ..errors import Interrupted, MeshwrightError
+from meshwright.errors import Interrupted, MeshwrightError
+
 from .blame import Witness, find_cause
 from .lastwords import LastWords, parse_words
 from .pulse import is_stopped, open_board, read_moment
@@ -182,7 +183,7 @@ def _witness(
     words = read_words(room, rank)
     moment = read_moment(board, rank)
     if code is not None:
-        return Witness(rank, True, code, words, moment)
+        return Witness(rank, ended=True, exit_code=code, words=words, moment=moment)
     stopped_s, silent_s = ear.stopped_s(rank), ear.silent_s(rank)
     return Witness(
         rank,
@@ -195,7 +196,7 @@ def _witness(
 
 
 def _pause(ranks: Sequence[BaseProcess]) -> None:
-    """Sleep until the next look, less if a rank ends. Children of a dead rank can hide its end: hence also the limit."""
+    """Sleep until the next look, less if a rank ends. Its children can hide its end: hence also the limit."""
     running = [rank.sentinel for rank in ranks if rank.exitcode is None]
     if running:
         wait(running, POLL_S)

@@ -16,11 +16,14 @@ class Tokenizer(Protocol):
     """Turns one document (UTF-8 bytes) into ids in range(vocab_size), and ids into text."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Ids are in range(vocab_size)."""
 
-    def encode(self, document: bytes) -> NDArray[np.generic]: ...
+    def encode(self, document: bytes) -> NDArray[np.generic]:
+        """Ids of one UTF-8 document."""
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,11 @@ class ByteTokenizer:
     vocab_size: int = 256
 
     def encode(self, document: bytes) -> NDArray[np.generic]:
+        """Ids of one UTF-8 document."""
         return np.frombuffer(document, dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -44,14 +49,17 @@ class FileTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Ids are in range(vocab_size)."""
         # Ids may have gaps; the embedding needs a row for the largest.
-        return 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
+        return 1 + max(int(i) for i in self.inner.get_vocab(with_added_tokens=True).values())
 
     def encode(self, document: bytes) -> NDArray[np.generic]:
+        """Ids of one UTF-8 document."""
         text = document.decode("utf-8", errors="replace")
         return np.array(self.inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
         return str(self.inner.decode(ids))
 
 
@@ -70,7 +78,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
         raise SpecError(
-            f"data.tokenizer = {name!r}", "needs the package tokenizers.", "Install it with: pip install 'meshwright[hf]'"
+            f"data.tokenizer = {name!r}",
+            "needs the package tokenizers.",
+            "Install it with: pip install 'meshwright[hf]'",
         ) from error
     try:
         inner = Inner.from_file(name)

@@ -15,7 +15,7 @@ from meshwright.errors import DataError, SpecError
 from meshwright.models.anatomy import batch_norms, parameters_in_order
 from meshwright.models.build import adopt, build_model, build_seed
 from meshwright.models.resolve import call_build, resolve_callable
-from meshwright.parallel.apply import COMPUTE_DTYPES, apply, require_runnable
+from meshwright.parallel.apply import COMPUTE_DTYPES, apply
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import lr_factor, plan_batch
@@ -28,6 +28,7 @@ from meshwright.train.loss import LossFunction, token_cross_entropy
 from meshwright.train.optimizer import OptimizerFactory, build_optimizer
 from meshwright.train.order import SampleOrder, Split
 from meshwright.train.replicas import require_equal_weights
+from meshwright.train.runnable import require_runnable
 from meshwright.train.scaler import LossScaler
 from meshwright.train.step import Stepper, StepRules
 from meshwright.train.world import World
@@ -72,7 +73,7 @@ class Trainer:
         self.recipe, self.world = recipe, world
         torch.set_num_threads(recipe.train.threads_per_rank)
         self.layout = resolve(recipe.layout, world.world_size)
-        require_runnable(self.layout)
+        require_runnable(recipe, self.layout)
         self.mesh = make_mesh(self.layout, world.rank, world.world_size, world.device)
         self.batch = plan_batch(recipe.batch, self.layout.dp_degree)
         self.lr_scaling = lr_factor(recipe.optimizer, recipe.batch)
@@ -94,7 +95,11 @@ class Trainer:
         is_reference = recipe.model.name is not None and parts.model is None
         compute = recipe.precision.compute
         parallel = apply(
-            self.model, self.mesh, recompute=recipe.train.recompute, compute=compute, may_skip_parameters=not is_reference
+            self.model,
+            self.mesh,
+            recompute=recipe.train.recompute,
+            compute=compute,
+            may_skip_parameters=not is_reference,
         )
         # After `apply`: mixed precision replaces the parameters, and an optimizer of the old ones would train nothing.
         self.optimizer = build_optimizer(
@@ -142,8 +147,8 @@ class Trainer:
             f"model: {name}, {count:,} parameters, {self.recipe.precision.compute} on {self.world.device.type}",
             f"data: {self.about_data}" if self.about_data else "",
             self.order.sentence(),
-            f"batch: {batch.global_batch_size} samples a step = {ranks} rank{'s' * (ranks > 1)} x {batch.num_microbatches} "
-            f"microbatch{'es' * (batch.num_microbatches > 1)} x {batch.microbatch_size} samples ({self.layout.word})",
+            f"batch: {batch.global_batch_size} samples a step = {ranks} rank{'s' * (ranks > 1)} x "
+            f"{batch.num_microbatches} microbatch{'es' * (batch.num_microbatches > 1)} x {batch.microbatch_size} samples ({self.layout.word})",
             self.lr_scaling.line,
         ]
         return [line for line in lines if line]
@@ -155,8 +160,8 @@ class Trainer:
             return []
         return [
             f"{len(norms)} batch norm layers ({norms[0]}, ...) take their statistics from each microbatch of "
-            f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; accumulation "
-            "does not change that. Running statistics are averaged over ranks before they are used or saved. "
+            f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; "
+            "accumulation does not change that. Running statistics are averaged over ranks before they are used or saved. "
             "GroupNorm or LayerNorm has no such effect."
         ]
 
@@ -210,7 +215,11 @@ def _require_bare(model: nn.Module) -> nn.Module:
         (FSDPModule, "fully_shard"),
     ):
         if any(isinstance(module, kind) for module in model.modules()):
-            raise SpecError("the model", f"is wrapped by {name} already.", "Give the bare module: meshwright spreads it by [layout].")
+            raise SpecError(
+                "the model",
+                f"is wrapped by {name} already.",
+                "Give the bare module: meshwright spreads it by [layout].",
+            )
     return model
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, and missing from the stubs
 
-from ..errors import SpecError
+from meshwright.errors import SpecError
+
 from .environ import ROOM, Place, read_place, read_timeout_s
 from .herald import Herald
 from .native import quiet_torch
@@ -73,6 +75,7 @@ def join_world(timeout_s: float | None = None, *, device: str | None = None) -> 
     place = read_place() or Place()
     timeout_s = read_timeout_s() if timeout_s is None else timeout_s
     chosen = _choose_device(place, device)
+    herald = _send_herald(place)
     world = World(
         rank=place.rank,
         world_size=place.world_size,
@@ -82,9 +85,8 @@ def join_world(timeout_s: float | None = None, *, device: str | None = None) -> 
         device=chosen,
         launcher=place.launcher,
         timeout_s=timeout_s,
-        pulse=_own_pulse(place),
+        pulse=herald.pulse if herald is not None else _own_pulse(place),
     )
-    herald = _send_herald(place, world)
     try:
         _init_process_group(world)
         yield world
@@ -108,12 +110,12 @@ def loopback_interface() -> str | None:
     return next((name for name in names if name in ("lo", "lo0")), None)
 
 
-def _send_herald(place: Place, world: World) -> Herald | None:
+def _send_herald(place: Place) -> Herald | None:
     """Ranks without a supervisor of ours must find out among themselves who failed."""
     if place.launcher == "meshwright" or place.world_size == 1:
         return None
     quiet_torch()
-    return Herald(place, world.pulse)
+    return Herald(place)
 
 
 def _own_pulse(place: Place) -> Pulse:
@@ -147,7 +149,7 @@ def _init_process_group(world: World) -> None:
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if world.world_size == 1:
-        store = dist.HashStore()
+        store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)

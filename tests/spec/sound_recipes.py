@@ -35,7 +35,9 @@ def some(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keys)
 
 
-SHAPES = some(n_layers=st.integers(1, 9), d_ff=st.integers(1, 99), dropout=st.floats(0, 0.99), tied_embeddings=st.booleans())
+SHAPES = some(
+    n_layers=st.integers(1, 9), d_ff=st.integers(1, 99), dropout=st.floats(0, 0.99), tied_embeddings=st.booleans()
+)
 LLAMAS = st.builds(
     lambda shape, heads, shared, half: {
         "name": "llama",
@@ -50,7 +52,13 @@ LLAMAS = st.builds(
     st.integers(1, 8),
 )
 GPT2S = st.builds(
-    lambda shape, heads, width: {"name": "gpt2", "n_heads": heads, "d_model": heads * width, "max_seq_len": 128, **shape},
+    lambda shape, heads, width: {
+        "name": "gpt2",
+        "n_heads": heads,
+        "d_model": heads * width,
+        "max_seq_len": 128,
+        **shape,
+    },
     SHAPES,
     st.integers(1, 4),
     st.integers(1, 16),
@@ -69,7 +77,13 @@ OPTIMIZERS = st.builds(
     some(betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2), groups=GROUPS, max_grad_norm=st.floats(0.01, 9)),
 )
 LAYOUTS = st.sampled_from(
-    [{}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_shard": 2, "zero_stage": 1, "tp": 3}, {"pp": 2, "pp_schedule": "gpipe"}]
+    [
+        {},
+        {"dp_replicate": 2},
+        {"dp_shard": 2},
+        {"dp_shard": 2, "zero_stage": 1, "tp": 3},
+        {"pp": 2, "pp_schedule": "gpipe"},
+    ]
 )
 TABLES = st.fixed_dictionaries(
     {

@@ -1,0 +1,145 @@
+"""The training of recipe.toml as one would write it by hand: the other side of `make bench`.
+
+    torchrun --nproc-per-node 2 bench/hand_loop.py bench/recipe.toml OUT     the usual way
+    python bench/hand_loop.py bench/recipe.toml OUT                          one process
+    python bench/hand_loop.py bench/recipe.toml OUT --fork 2                 one import of torch for all ranks
+
+What is by hand: reading the data, DDP, accumulation, the weighted loss, clipping, the schedule, the log, saving. What
+comes from meshwright, so that both sides train the same thing: the model with its initial weights, and `permute`, the
+shuffling function, here called once before the loop, as one calls `torch.randperm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sysconfig
+import time
+import tomllib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.models.build import build_reference
+from meshwright.spec.shape import DecoderShape
+from meshwright.train.order import permute
+
+
+def read_corpus() -> np.ndarray:
+    """Every source file of the standard library as one array of bytes, a newline after each."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    parts = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - skipped)
+        parts += [Path(folder, name).read_bytes() for name in sorted(files) if name.endswith(".py")]
+    return np.frombuffer(b"\n".join(parts) + b"\n", dtype=np.uint8)
+
+
+def build_model(recipe: dict[str, Any], seed: int) -> torch.nn.Module:
+    model = recipe["model"]
+    shape = DecoderShape(
+        **{
+            name: model[name] for name in ("name", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab_size")
+        },
+        head_dim=model["d_model"] // model["n_heads"],
+        max_seq_len=recipe["data"]["seq_len"],
+        dropout=0.0,
+        tied_embeddings=False,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+    )
+    return build_reference(shape, seed).train()
+
+
+def rate(step: int, steps: int, warmup: int, peak: float) -> float:
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+
+
+def train(recipe: dict[str, Any], out: Path) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        dist.init_process_group("gloo")
+    seq_len, steps, seed = recipe["data"]["seq_len"], recipe["train"]["steps"], recipe["train"].get("seed", 0)
+    batch, micro = recipe["batch"]["global_batch_size"], recipe["batch"]["microbatch_size"]
+    peak, warmup = recipe["optimizer"]["lr"], recipe["schedule"]["warmup_steps"]
+    accumulation = batch // (world * micro)
+
+    corpus = read_corpus()
+    rows = (len(corpus) - 1) // seq_len
+    # One epoch at most, which is all that the comparison needs.
+    order = permute(np.arange(steps * batch), rows, f"order/{seed}/0")
+    mine = order.reshape(steps, world, accumulation, micro)[:, rank]
+    window = np.arange(seq_len + 1)
+
+    bare = build_model(recipe, seed)
+    parameters = list(bare.parameters())
+    model = DistributedDataParallel(bare, gradient_as_bucket_view=True) if world > 1 else bare
+    optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=recipe["optimizer"]["weight_decay"], fused=True)
+    log = (out / "metrics.jsonl").open("w", buffering=1) if rank == 0 else None
+    tokens, began = 0, time.perf_counter()
+
+    for step in range(steps):
+        picked = [torch.from_numpy(corpus[ids[:, None] * seq_len + window].astype(np.int64)) for ids in mine[step]]
+        count = torch.tensor(float(sum(x[:, 1:].numel() for x in picked)))
+        if world > 1:
+            dist.all_reduce(count)
+        total = torch.zeros(())
+        for i, x in enumerate(picked):
+            with model.no_sync() if world > 1 and i < accumulation - 1 else nullcontext():
+                logits = model(x[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+                (loss * (world / count)).backward()  # DDP divides by world
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe["optimizer"]["max_grad_norm"])
+        lr = rate(step, steps, warmup, peak)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        if world > 1:
+            dist.all_reduce(total)
+        tokens += int(count)
+        if log is not None:
+            now = time.perf_counter()
+            row = {"step": step + 1, "loss": (total / count).item(), "lr": lr, "grad_norm": norm.item()}
+            log.write(json.dumps(row | {"tokens": tokens, "seconds": now - began}) + "\n")
+
+    if rank == 0:
+        torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, out / "last.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def forked(rank: int, world: int, recipe: dict[str, Any], out: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+    train(recipe, out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="train recipe.toml by hand")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--fork", type=int, default=0, metavar="N", help="fork N ranks instead of using torchrun")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    described = tomllib.loads(options.recipe.read_text())
+    described["train"]["steps"] = options.steps or described["train"]["steps"]
+    if options.fork:
+        import torch.multiprocessing as mp
+
+        os.environ.setdefault("PORT", "29417")
+        mp.start_processes(forked, (options.fork, described, options.out), options.fork, start_method="fork")
+    else:
+        train(described, options.out)

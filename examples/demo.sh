@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The main job, end to end: train on 2 processes, stop, resume on 1 process, and let the model write.
+set -euo pipefail
+folder=runs/demo
+rm -rf "$folder"
+
+echo "== 1. train on 2 processes, up to step 590 of 600 =="
+meshwright train recipes/demo.toml --nproc 2 --run-dir "$folder" --set train.stop_after=590
+
+echo
+echo "== 2. resume the same training on 1 process: the last 10 steps =="
+meshwright train recipes/demo.toml --nproc 1 --run-dir "$folder" --resume
+
+echo
+echo "== 3. what was saved, read without torch =="
+meshwright checkpoint ls "$folder"
+
+echo
+echo "== 4. the model writes =="
+python examples/generate_text.py "$folder" --prompt "def " --tokens 240
+
+cat <<EOF
+
+Everything is in $folder:
+  metrics.jsonl   one line a step        summary.json   how it ended, with the weights' digest
+  checkpoints/    what to resume from    tensorboard/   tensorboard --logdir $folder
+Try next:
+  meshwright train recipes/tiny.toml --nproc 3               the same losses as on 1 or 2 processes
+  meshwright train recipes/tiny.toml --nproc 4               what does not divide is refused, with what would
+  python examples/own_module.py --nproc 2                    your own nn.Module through the Python API
+  meshwright checkpoint show $folder
+EOF

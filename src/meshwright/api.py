@@ -1,0 +1,297 @@
+"""The Python face: your model, your data, your loop.
+
+    run = meshwright.setup(model=build_model, data=dataset, loss=loss_fn, lr=1e-3, global_batch_size=256)
+    for step in run.steps(1000):
+        step.train()
+
+`meshwright.launch(main, nproc=2)` starts the ranks; the same file runs under torchrun, and alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import multiprocessing.util
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.nn as nn
+
+from meshwright.errors import SpecError
+from meshwright.spec.load import from_table
+from meshwright.train.launch import launch
+from meshwright.train.loader import Batch, Microbatch
+from meshwright.train.loss import LossFunction, Pair
+from meshwright.train.run import Run as InnerRun
+from meshwright.train.run import begin_run
+from meshwright.train.step import StepResult, StepSums, take_step, weighed
+from meshwright.train.trainer import Parts
+from meshwright.train.world import World, join_world
+
+__all__ = ["Run", "Step", "launch", "setup"]
+
+
+def setup(
+    *,
+    model: Callable[[], nn.Module] | nn.Module,
+    data: Any,
+    global_batch_size: int,
+    lr: float,
+    loss: LossFunction | None = None,
+    optimizer: str | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = "adamw",
+    microbatch_size: int | None = None,
+    seed: int = 0,
+    precision: str = "fp32",
+    collate: Callable[[list[Any]], Any] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Prepare a training on this rank; the same call on every rank.
+
+    Args:
+        model: a function that builds the module (called under a fixed seed), or the module itself, equal on all ranks.
+        data: a map-style data set: `len(data)` and `data[i]`.
+        global_batch_size: samples per optimizer step, over all ranks.
+        lr: peak learning rate.
+        loss: f(model, batch) -> (sum, count), or a list of such pairs; token cross-entropy if None.
+        optimizer: a name of torch.optim, a table of name and options, or a function (groups, lr=...) -> Optimizer.
+        microbatch_size: samples per forward pass; the largest divisor up to 8 of what a rank gets if None.
+        seed: seeds sample order, dropout and the building of the model.
+        precision: fp32 | bf16 | fp16 | fp64.
+        collate: makes a batch of a list of items; torch's default if None.
+        run_dir: run folder for metrics and checkpoints; None keeps neither.
+        resume: continue the newest good checkpoint of run_dir.
+        progress: say on rank 0 what is going on.
+        **sections: further sections of a recipe as tables: `schedule={"name": "cosine"}`, `layout=...`, `train=...`,
+            `validation=...`, `checkpoint=...`, `record=...`, `data`'s other keys as `loading=...`.
+
+    Raises:
+        SpecError: something is wrong by itself; every fault at once.
+    """
+    table = _table(model, data, loss, optimizer, lr, sections)
+    table["batch"] = {"global_batch_size": global_batch_size} | _given(microbatch_size=microbatch_size)
+    table["precision"] = {"compute": precision}
+    table["train"] = {"steps": 1, "seed": seed} | table.get("train", {})
+    recipe = from_table(table, where="setup()")
+    factory = optimizer if callable(optimizer) else None
+    parts = Parts(model=model, data=data, loss=loss, optimizer=factory, collate=collate)
+    leave = ExitStack()
+    world = leave.enter_context(join_world(recipe.train.timeout_s))
+    folder = Path(run_dir) if run_dir is not None else None
+    if resume and folder is None:
+        raise SpecError("resume = True", "needs run_dir.", "Name the folder that the run keeps its checkpoints in.")
+    inner = begin_run(recipe, folder, resume=resume, world=world, parts=parts, progress=progress)
+    leave.callback(inner.close)
+    return Run(inner, leave)
+
+
+def _table(
+    model: Any, data: Any, loss: Any, optimizer: Any, lr: float, sections: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The recipe of a setup() call, as its file would say it."""
+    table: dict[str, Any] = {name: dict(values) for name, values in sections.items()}
+    table["model"] = {"build": _path_of(model)}
+    table["data"] = {"build": _path_of(data)} | table.pop("loading", {})
+    if loss is not None:
+        table["loss"] = {"build": _path_of(loss)}
+    if isinstance(optimizer, str):
+        optimizer = {"name": optimizer}
+    named = {"build": _path_of(optimizer)} if callable(optimizer) else dict(optimizer)
+    table["optimizer"] = {"lr": lr, **named, **table.get("optimizer", {})}
+    return table
+
+
+def _path_of(thing: Any) -> str:
+    """`module:name` of a function, or of an object's class: what a recipe would call it."""
+    named = thing if hasattr(thing, "__qualname__") else getattr(thing, "func", type(thing))
+    name = str(getattr(named, "__qualname__", type(thing).__qualname__))
+    return f"{getattr(named, '__module__', '__main__')}:{name}".replace("<", "").replace(">", "")
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@final
+class Run:
+    """A training that the user's own loop drives."""
+
+    def __init__(self, inner: InnerRun, leave: ExitStack) -> None:
+        self._inner, self._leave = inner, leave
+        self._summary: dict[str, Any] | None = None
+        # Ranks that `launch` forks end without `atexit`; multiprocessing's finalizers run there, and only there.
+        atexit.register(self.close)
+        multiprocessing.util.Finalize(self, self._leave.close, exitpriority=10)
+
+    @property
+    def world(self) -> World:
+        """rank, world_size, device, ..."""
+        return self._inner.world
+
+    @property
+    def model(self) -> Model:
+        """The model for a hand-written step: call it, or read its attributes."""
+        return Model(self._inner)
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """Your module itself, for evaluation and export."""
+        return self._inner.trainer.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; its rates are set by the schedule at each step."""
+        return self._inner.trainer.optimizer
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps done, those before a resume included."""
+        return self._inner.done
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run ended: steps, loss, weights_sha256, ...; after the last step."""
+        if self._summary is None:
+            raise SpecError("run.summary", f"exists after the last step; {self.done} steps are done.")
+        return self._summary
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """The steps up to number `total`, where schedules end; a resumed run begins after its checkpoint's.
+
+        Each must be trained before the next is asked for: `step.train()`, or microbatch by microbatch.
+        """
+        self._set_total(total)
+        inner = self._inner
+        stream = inner.trainer.stream(inner.done, inner.end)
+        for number in range(inner.done + 1, inner.end + 1):
+            step = Step(inner, number, stream)
+            yield step
+            if inner.done != number:
+                raise SpecError(
+                    f"step {number}", "was not trained.", "Call step.train(), or step.update() after its microbatches."
+                )
+        self._summary = inner.finish()
+
+    def _set_total(self, total: int) -> None:
+        inner = self._inner
+        train = dataclasses.replace(inner.recipe.train, steps=total)
+        inner.recipe = dataclasses.replace(inner.recipe, train=train)
+        inner.end = min(total, train.stop_after or total)
+        inner.trainer.stepper.rules = dataclasses.replace(inner.trainer.stepper.rules, steps=total)
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done; call it on every rank."""
+        self._inner.save()
+
+    def close(self) -> None:
+        """Close files and leave the process group. Called at exit if you do not."""
+        self._leave.close()
+
+
+@final
+class Model:
+    """The spread model as a callable: a call is one forward pass of what wraps it; attributes are the module's."""
+
+    def __init__(self, inner: InnerRun) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.trainer.stepper.parallel.entry(_call, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner.trainer.model, name)
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+@final
+class Step:
+    """One optimizer step: `train()`, or `microbatches()` and `update()`."""
+
+    def __init__(self, inner: InnerRun, number: int, stream: Iterator[Microbatch]) -> None:
+        self._inner, self.number, self._stream = inner, number, stream
+        self._mine: list[Microbatch] = []
+        self._sums: StepSums | None = None
+        self._began = 0.0
+        self._result: StepResult | None = None
+
+    @property
+    def result(self) -> StepResult:
+        """What the step did: loss, lr, grad_norm, ...; after it."""
+        if self._result is None:
+            raise SpecError(f"step {self.number}", "has no result before it is trained.")
+        return self._result
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over all samples or label tokens of the step, on all ranks."""
+        return self.result.loss
+
+    def train(self) -> StepResult:
+        """Forward, backward and update, with the loss function that setup() was given."""
+        self._result = self._inner.step(self._stream)
+        return self._result
+
+    def microbatches(self) -> Iterator[LiveMicrobatch]:
+        """This rank's microbatches, for a hand-written step; each needs its `backward`."""
+        stepper = self._inner.trainer.stepper
+        self._began, self._sums = time.perf_counter(), stepper.begin()
+        self._mine = take_step(self._stream, stepper.rules.batch)
+        for microbatch in self._mine:
+            batch = stepper.prepare(microbatch, reduce=microbatch.last or stepper.rules.sync == "every")
+            live = LiveMicrobatch(self._inner, self._sums, microbatch, batch)
+            yield live
+            if not live.used:
+                raise SpecError(
+                    f"microbatch {microbatch.index} of step {self.number}",
+                    "had no backward.",
+                    "Call its backward(sum, count).",
+                )
+
+    def update(self) -> StepResult:
+        """Combine the ranks, clip, and update; after all microbatches."""
+        if self._sums is None or not self._sums.totals:
+            raise SpecError(
+                f"step {self.number}", "has no gradients.", "Run its microbatches first, or call step.train()."
+            )
+        stepper = self._inner.trainer.stepper
+        self._result = stepper.finish(self._sums, self._mine, [None], replay=False)
+        self._inner.after(self._result, time.perf_counter() - self._began)
+        return self._result
+
+
+@final
+class LiveMicrobatch:
+    """Rows on the device, and the way back.
+
+    Attributes:
+        batch: what the data set's items collate to.
+        ids: sample ids.
+        used: True once backward was called.
+    """
+
+    def __init__(self, inner: InnerRun, sums: StepSums, microbatch: Microbatch, batch: Batch) -> None:
+        self._inner, self._sums, self._microbatch = inner, sums, microbatch
+        self.batch, self.ids, self.used = batch, microbatch.ids, False
+
+    def backward(self, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Add this microbatch to the gradients.
+
+        Args:
+            total: loss summed over the microbatch's samples or label tokens, a scalar.
+            count: how many there were; the step divides by the count of all microbatches of all ranks.
+        """
+        if self.used:
+            raise SpecError(f"microbatch {self._microbatch.index}", "had its backward already.")
+        self.used = True
+        pairs = weighed(self._microbatch, [Pair(total, count)])
+        self._inner.trainer.stepper.backward(self._sums, self._microbatch, pairs, [None])

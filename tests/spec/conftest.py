@@ -1,0 +1,6 @@
+"""Makes sound_recipes.py importable under every import mode of pytest."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
