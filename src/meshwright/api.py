@@ -10,20 +10,20 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import multiprocessing.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn as nn
 
 from meshwright.errors import SpecError
 from meshwright.spec.load import from_table
+from meshwright.train import stored
 from meshwright.train.launch import launch
 from meshwright.train.loader import Batch, Microbatch
 from meshwright.train.loss import LossFunction, Pair
@@ -34,6 +34,9 @@ from meshwright.train.trainer import Parts
 from meshwright.train.world import World, join_world
 
 __all__ = ["Run", "Step", "launch", "setup"]
+
+OPEN_STEPS: Final = 10**9
+"""Steps of a training whose length is not known yet."""
 
 
 def setup(
@@ -78,18 +81,24 @@ def setup(
     table = _table(model, data, loss, optimizer, lr, sections)
     table["batch"] = {"global_batch_size": global_batch_size} | _given(microbatch_size=microbatch_size)
     table["precision"] = {"compute": precision}
-    table["train"] = {"steps": 1, "seed": seed} | table.get("train", {})
+    folder = Path(run_dir) if run_dir is not None else None
+    if resume and folder is None:
+        raise SpecError("resume = True", "needs run_dir.", "Name the folder that the run keeps its checkpoints in.")
+    table["train"] = {"steps": _steps_before(folder, resume), "seed": seed} | table.get("train", {})
     recipe = from_table(table, where="setup()")
     factory = optimizer if callable(optimizer) else None
     parts = Parts(model=model, data=data, loss=loss, optimizer=factory, collate=collate)
     leave = ExitStack()
     world = leave.enter_context(join_world(recipe.train.timeout_s))
-    folder = Path(run_dir) if run_dir is not None else None
-    if resume and folder is None:
-        raise SpecError("resume = True", "needs run_dir.", "Name the folder that the run keeps its checkpoints in.")
     inner = begin_run(recipe, folder, resume=resume, world=world, parts=parts, progress=progress)
     leave.callback(inner.close)
     return Run(inner, leave)
+
+
+def _steps_before(folder: Path | None, resume: bool) -> int:
+    """How long the whole training is, which the user's loop says later: run.steps(n). Resuming, what it was."""
+    before = stored.newest_good(folder, hashes=False)[0] if resume and folder is not None else None
+    return int(before.manifest["recipe"]["train"]["steps"]) if before else OPEN_STEPS
 
 
 def _table(
@@ -112,7 +121,8 @@ def _path_of(thing: Any) -> str:
     """`module:name` of a function, or of an object's class: what a recipe would call it."""
     named = thing if hasattr(thing, "__qualname__") else getattr(thing, "func", type(thing))
     name = str(getattr(named, "__qualname__", type(thing).__qualname__))
-    return f"{getattr(named, '__module__', '__main__')}:{name}".replace("<", "").replace(">", "")
+    path = f"{getattr(named, '__module__', '__main__')}:{name}".replace("<", "").replace(">", "")
+    return path.replace("__mp_main__:", "__main__:")  # the same file, in a rank that was spawned
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -167,8 +177,8 @@ class Run:
 
         Each must be trained before the next is asked for: `step.train()`, or microbatch by microbatch.
         """
-        self._set_total(total)
         inner = self._inner
+        inner.set_steps(total)
         stream = inner.trainer.stream(inner.done, inner.end)
         for number in range(inner.done + 1, inner.end + 1):
             step = Step(inner, number, stream)
@@ -178,13 +188,6 @@ class Run:
                     f"step {number}", "was not trained.", "Call step.train(), or step.update() after its microbatches."
                 )
         self._summary = inner.finish()
-
-    def _set_total(self, total: int) -> None:
-        inner = self._inner
-        train = dataclasses.replace(inner.recipe.train, steps=total)
-        inner.recipe = dataclasses.replace(inner.recipe, train=train)
-        inner.end = min(total, train.stop_after or total)
-        inner.trainer.stepper.rules = dataclasses.replace(inner.trainer.stepper.rules, steps=total)
 
     def save(self) -> None:
         """Write a checkpoint of the steps done; call it on every rank."""

@@ -1,6 +1,6 @@
 """A small run that goes wrong on demand, and three ways to start it: as a script, under torchrun, or from a warm bench.
 
-python launched.py DEED [WHO] [--nproc N] [--timeout S]     launch(main); also what torchrun is given
+python launched.py DEED [WHO] [--world N] [--timeout S]     launch(main); also what torchrun is given
 python launched.py bench                                    reads such lines from stdin, answers in JSON
 """
 
@@ -55,8 +55,8 @@ DEEDS = {
     "message": lambda: sys.exit("no data left"),
     "hard-exit": lambda: os._exit(0),
     "orphan": abandon_child,
-    "slow": lambda: time.sleep(3),
-    "hold": lambda: hold_interpreter(2.5),
+    "slow": lambda: time.sleep(1.5),
+    "hold": lambda: hold_interpreter(1.5),
     "nan": lambda: raises(NonFiniteError("the loss", "it is NaN")),
 }
 
@@ -96,7 +96,7 @@ def parse(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("deed")
     parser.add_argument("who", nargs="?", type=int, default=1)
-    parser.add_argument("--nproc", type=int, default=None)
+    parser.add_argument("--world", type=int, default=None)
     parser.add_argument("--timeout", type=float, default=20.0)
     parser.add_argument("--start", default="auto")
     parser.add_argument("--pause", type=float, default=0.02)
@@ -107,7 +107,7 @@ def parse(words):
 
 def run(options):
     task = partial(main, options.deed, options.who, options.pause, options.mark)
-    return launch(task, options.nproc, timeout_s=options.timeout, start=options.start, log_dir=options.log)
+    return launch(task, options.world, timeout_s=options.timeout, start=options.start, log_dir=options.log)
 
 
 def report(line):

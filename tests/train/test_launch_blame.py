@@ -75,7 +75,7 @@ VERDICTS = {
     "the one that did not come": (
         [ended(0, lost(0, LATE)), alive(1, step=3), alive(2, step=5)],
         "rank 1 hangs: it is alive, and did not come to the collective where rank 0 waited; "
-        "it was last seen after step 2 (in forward of step 3): rank 0 waited until the time-out.",
+        "last seen after step 2 (in forward of step 3): rank 0 waited until the time-out.",
     ),
     "one that never came at all": (
         [ended(0, lost(0, LATE)), Witness(1, joined=False)],

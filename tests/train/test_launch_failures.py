@@ -65,7 +65,7 @@ def wait_until(condition, limit_s=10.0):
 
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_rank_0s_value_comes_back(bench, nproc):
-    answer = bench.ask(f"nothing --nproc {nproc}")
+    answer = bench.ask(f"nothing --world {nproc}")
     assert answer["value"] == {"sum": float(nproc**6), "launcher": "meshwright", "world_size": nproc}
     assert answer["stderr"] == ""
 
@@ -91,7 +91,7 @@ CASES = [
 @pytest.mark.parametrize(("deed", "who", "says", "within_s"), CASES, ids=[f"{c[0].split()[0]}-{c[1]}" for c in CASES])
 def test_the_rank_is_named_and_its_last_step(bench, deed, who, says, within_s):
     word, *options = deed.split()
-    answer = bench.ask(f"{word} {who} --nproc 3 {' '.join(options)}")
+    answer = bench.ask(f"{word} {who} --world 3 {' '.join(options)}")
     assert says in answer["error"]
     assert (answer["class"], answer["exit_code"]) == ("RankDied", 4)
     assert answer["seconds"] < within_s
@@ -99,41 +99,41 @@ def test_the_rank_is_named_and_its_last_step(bench, deed, who, says, within_s):
 
 
 def test_a_stopped_or_hung_rank_is_reported_with_where_it_was(bench):
-    assert f"last seen {AFTER}" in bench.ask("stop 0 --nproc 2 --timeout 2")["error"]
+    assert f"last seen {AFTER}" in bench.ask("stop 0 --world 2 --timeout 2")["error"]
 
 
 def test_a_slow_step_and_a_long_call_that_holds_the_interpreter_are_no_failures(bench):
-    assert bench.ask("slow --nproc 2")["value"]["world_size"] == 2
-    assert bench.ask("hold --nproc 2")["value"]["world_size"] == 2
+    assert bench.ask("slow --world 2")["value"]["world_size"] == 2
+    assert bench.ask("hold --world 2")["value"]["world_size"] == 2
 
 
 def test_our_own_error_of_one_rank_comes_through_with_the_rank(bench):
-    answer = bench.ask("data 1 --nproc 2")
+    answer = bench.ask("data 1 --world 2")
     assert (answer["class"], answer["error"]) == ("DataError", "rank 1: data.path: it is empty")
     assert answer["exit_code"] == 4
 
 
 def test_our_own_error_of_all_ranks_comes_through_as_it_is(bench):
-    answer = bench.ask("spec -1 --nproc 3")
+    answer = bench.ask("spec -1 --world 3")
     assert (answer["class"], answer["error"]) == ("SpecError", "train.seed: it is odd Try 2.")
     assert answer["exit_code"] == 2
 
 
 def test_the_traceback_is_kept_not_shown(bench, tmp_path):
-    answer = bench.ask(f"raise 1 --nproc 2 --log {tmp_path}")
+    answer = bench.ask(f"raise 1 --world 2 --log {tmp_path}")
     assert "Traceback" not in answer["error"]
     assert "in raises" in answer["notes"]
     assert "in raises" in (tmp_path / "error-rank1.txt").read_text()
 
 
 def test_what_a_rank_has_started_dies_with_it(bench):
-    answer = bench.ask("orphan 1 --nproc 2")
+    answer = bench.ask("orphan 1 --world 2")
     (child,) = [int(line.split()[1]) for line in answer["printed"].splitlines() if line.startswith("child")]
     wait_until(lambda: gone(child))
 
 
 def test_spawned_ranks_give_the_same(bench):
-    answer = bench.ask("nothing --nproc 2 --start spawn")
+    answer = bench.ask("nothing --world 2 --start spawn")
     assert (answer["value"]["sum"], answer["stderr"]) == (64.0, "")
 
 
@@ -141,5 +141,5 @@ def test_no_folder_is_left_behind(bench, tmp_path):
     import tempfile
 
     own = f"meshwright-{bench.process.pid}-"
-    bench.ask("kill 1 --nproc 2")
+    bench.ask("kill 1 --world 2")
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]

@@ -35,7 +35,9 @@ def script(*words, **env):
 def running(tmp_path, *words):
     """Run it endlessly, from after step 2 on."""
     mark = tmp_path / "mark"
-    with script("nothing", *words, "--nproc", "2", "--mark", str(mark), "--pause", "0.5") as process:
+    words = ("nothing", *words, "--world", "2", "--mark", str(mark), "--pause", "0.5")
+    # A parent that is killed cannot remove its temporary folder.
+    with script(*words, TMPDIR=str(tmp_path)) as process:
         files = [tmp_path / f"mark-{rank}" for rank in range(2)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60)
         yield process, [int(file.read_text()) for file in files]
@@ -47,14 +49,14 @@ def finish(process, limit_s=60.0):
 
 
 def test_a_run_that_works_prints_nothing_of_ours():
-    with script("nothing", "--nproc", "2") as process:
+    with script("nothing", "--world", "2") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
     assert out == "value {'sum': 64.0, 'launcher': 'meshwright', 'world_size': 2}\n"
 
 
 def test_a_failure_is_one_line_and_our_exit_code():
-    with script("kill", "1", "--nproc", "2") as process:
+    with script("kill", "1", "--world", "2") as process:
         code, _, err = finish(process)
     assert code == 4
     assert err.startswith("error: rank 1 was killed by SIGKILL after step 3")
@@ -62,7 +64,7 @@ def test_a_failure_is_one_line_and_our_exit_code():
 
 
 def test_the_traceback_is_there_for_who_asks():
-    with script("raise", "1", "--nproc", "2", MESHWRIGHT_DEBUG="1") as process:
+    with script("raise", "1", "--world", "2", MESHWRIGHT_DEBUG="1") as process:
         _, _, err = finish(process)
     assert "in raises" in err
 
@@ -100,7 +102,7 @@ def test_the_usual_port_may_be_taken():
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 29500))
         holder.listen()
-        with script("nothing", "--nproc", "2") as process:
+        with script("nothing", "--world", "2") as process:
             assert finish(process)[0] == 0
 
 
@@ -118,7 +120,7 @@ def test_the_usual_port_may_be_taken():
 )
 def test_a_wrong_environment_is_one_line_and_exit_code_2(env, says):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with script("nothing", "--nproc", "2", **meeting, **env) as process:
+    with script("nothing", "--world", "2", **meeting, **env) as process:
         code, _, err = finish(process)
     assert code == 2
     assert says in err

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.train import stored
-from meshwright.train.stored import MODEL, Stored
+from meshwright.train.stored import CHECKPOINTS, MODEL, Stored
 
 
 def checkpoint(options: argparse.Namespace) -> int:
@@ -20,27 +23,42 @@ def checkpoint(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{root}", "is no folder.")
     if options.action == "ls":
         return _ls(root, options.json)
-    chosen = _choose(root, hashes=False)
-    if options.action == "show":
-        return _show(chosen, options.json)
     if options.action == "verify":
         return _verify(root, options.json)
+    chosen = _choose(root, hashes=options.action == "export")
+    if options.action == "show":
+        return _show(chosen, options.json)
     if options.action == "digest":
         print(stored.weights_sha256(chosen.path / MODEL))
         return 0
     return _export(chosen, Path(options.output))
 
 
+def _folders(root: Path) -> list[Path]:
+    """The checkpoint that `root` is, or those in it, newest first."""
+    is_run = (root / CHECKPOINTS).is_dir()
+    is_one = (root / stored.MANIFEST).exists() or (stored.step_of(root) is not None and not is_run)
+    return [root] if is_one else stored.candidates(root)
+
+
 def _choose(root: Path, *, hashes: bool) -> Stored:
-    """The checkpoint that `root` is, or the newest good one in it."""
-    if stored.step_of(root) is not None or (root / stored.MANIFEST).exists():
-        return stored.read(root)
-    found, passed = stored.newest_good(root, hashes=hashes)
+    """The newest good checkpoint of a run folder, or the one given."""
+    folders = _folders(root)
+    if folders == [root]:
+        found = stored.read(root)
+        stored.check_files(found, hashes=hashes)
+        return found
+    good, passed = stored.newest_good(root, hashes=hashes)
     for line in passed:
-        print(line)
-    if found is None:
-        raise CheckpointError(f"{root}", "holds no checkpoint.", "Looked for step-00000000/manifest.json and the like.")
-    return found
+        print(line, file=sys.stderr)
+    if good is None:
+        raise _none_in(root, len(folders))
+    return good
+
+
+def _none_in(root: Path, torn: int) -> CheckpointError:
+    rule = f"holds no whole checkpoint, and {torn} torn." if torn else "holds no checkpoint."
+    return CheckpointError(f"{root}", rule, "Looked for checkpoints/step-00000020/manifest.json and the like.")
 
 
 def _row(folder: Path) -> dict[str, Any]:
@@ -57,7 +75,7 @@ def _row(folder: Path) -> dict[str, Any]:
 
 
 def _ls(root: Path, as_json: bool) -> int:
-    rows = [_row(folder) for folder in stored.candidates(root)]
+    rows = [_row(folder) for folder in _folders(root)]
     if as_json:
         print(json.dumps(rows, indent=1))
     elif not rows:
@@ -88,9 +106,10 @@ def _show(found: Stored, as_json: bool) -> int:
 
 def _verify(root: Path, as_json: bool) -> int:
     """Every checkpoint of a run folder, or the one given; exit 5 if one is not whole."""
-    single = stored.step_of(root) is not None or (root / stored.MANIFEST).exists()
-    rows = []
-    for folder in [root] if single else stored.candidates(root):
+    folders, rows = _folders(root), []
+    if not folders:
+        raise _none_in(root, 0)
+    for folder in folders:
         try:
             stored.check_files(stored.read(folder), hashes=True)
             rows.append({"path": str(folder), "whole": True, "because": "every byte is as its manifest says"})
@@ -104,16 +123,16 @@ def _verify(root: Path, as_json: bool) -> int:
 
 
 def _export(found: Stored, output: Path) -> int:
-    if output.exists():
+    if not output.name or os.path.lexists(output):
         raise SpecError(f"--output {output}", "exists already.", "Name a new file.")
-    stored.check_files(found, hashes=True)
     beside = output.with_name(f".{output.name}.writing")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(found.path / MODEL, beside)
         beside.rename(output)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise CheckpointError(f"--output {output}", f"could not be written: {error.strerror}.") from error
     print(f"{output}: weights of step {found.step}, sha256 {found.manifest['weights_sha256'][:16]}")
     return 0

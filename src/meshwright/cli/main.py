@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import Final, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NoReturn, final
 
 from meshwright import __version__
 from meshwright.errors import MeshwrightError
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return int(_command(options))
+        code = int(_command(options))
+        sys.stdout.flush()
+        return code
     except MeshwrightError as error:
-        if options.debug:
-            raise
-        _say_error(error)
+        _say(error, f"error: {error}", options.debug)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -45,13 +45,8 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if options.debug:
-            raise
-        print(
-            f"meshwright failed by a fault of its own: {type(error).__name__}: {error}\n"
-            "Please report it with what --debug prints.",
-            file=sys.stderr,
-        )
+        text = f"meshwright failed by a fault of its own: {type(error).__name__}: {error}"
+        _say(error, text if options.debug else f"{text}\nPlease report it with what --debug prints.", options.debug)
         return 70
 
 
@@ -65,14 +60,48 @@ def _command(options: argparse.Namespace) -> int:
     return checkpoint(options)
 
 
-def _say_error(error: MeshwrightError) -> None:
-    """Print an error once: under torchrun every rank may have it, and rank 0 speaks for all."""
-    if not getattr(error, "said", False):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+def _say(error: Exception, text: str, debug: bool) -> None:
+    """Print an error once a node: under torchrun every rank may have it."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    print(text, file=sys.stderr, flush=True)
+
+
+@final
+class _Parser(argparse.ArgumentParser):
+    """Refuses as the rest of the program does: with the nearest word that exists. No word is taken for a longer one."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit."""
+        self.exit(2, f"error: {self.prog}: {message}. {self._nearest(message)}See {self.prog} --help.\n")
+
+    def words(self) -> Iterator[str]:
+        """Every command, action and flag from here down."""
+        for action in self._actions:
+            yield from action.option_strings
+            for name, inner in (action.choices or {}).items() if isinstance(action.choices, dict) else ():
+                yield name
+                yield from inner.words()
+
+    def _nearest(self, message: str) -> str:
+        from meshwright.spec.nearest import closest
+
+        known = set(self.words())
+        wrong = [word.strip("',():").partition("=")[0] for word in message.split()]
+        near = (closest(word, known, 0.75) for word in wrong if word not in known)
+        found = next((word for word in near if word), None)
+        return f"Nearest: {found}. " if found else ""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="meshwright",
         description="Trains a PyTorch model on any number of processes exactly as one process would.",
         epilog=EPILOG,
@@ -85,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
     train = commands.add_parser("train", help="train a recipe", description="Train what a recipe describes.")
     train.add_argument("recipe", metavar="RECIPE.toml", help="what to train; docs/recipe.md lists every key")
     train.add_argument(
@@ -104,7 +133,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_debug(train)
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_checkpoint(commands: argparse._SubParsersAction[_Parser]) -> None:
     about = "look at checkpoints, without torch"
     checkpoint = commands.add_parser("checkpoint", help=about, description=about.capitalize() + ".")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -127,5 +156,5 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
         _add_debug(action)
 
 
-def _add_debug(parser: argparse.ArgumentParser) -> None:
+def _add_debug(parser: _Parser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

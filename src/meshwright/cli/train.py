@@ -33,6 +33,8 @@ def train(options: argparse.Namespace) -> int:
     _require_whole(recipe, nproc)
     if folder is not None and (place is None or place.rank == 0):
         find_start(folder, recipe, resume=options.resume, hashes=False)
+    if place is None:
+        _import_for_ranks()
     work = partial(train_rank, recipe, folder, options.recipe, options.resume)
     launch(work, nproc, timeout_s=recipe.train.timeout_s, log_dir=folder if options.debug else None)
     return 0
@@ -65,6 +67,16 @@ def _require_whole(recipe: Recipe, nproc: int) -> None:
     layout = resolve(recipe.layout, nproc)
     require_runnable(recipe, layout)
     plan_batch(recipe.batch, layout.dp_degree)
+
+
+def _import_for_ranks() -> None:
+    """Import once what every rank needs, where ranks are forked (where there is no GPU; see `launch`)."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        import torch._dynamo  # by the first optimizer at the latest, and it takes as long as torch itself
+
+        import meshwright.train.run  # noqa: F401
 
 
 def train_rank(recipe: Recipe, folder: Path | None, name: str, resume: bool) -> None:

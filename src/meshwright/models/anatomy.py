@@ -14,10 +14,16 @@ Named = list[tuple[str, nn.Module]]
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+def bare_name(name: str) -> str:
+    """A name without the prefixes of torch.compile, which wraps modules: what it is called in the bare module."""
+    return name.replace("_orig_mod.", "")
+
+
 def parameters_in_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Each parameter once, in the sorted order of names; a tied one under the first of its names."""
     first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in sorted(model.named_parameters(remove_duplicate=False), key=lambda row: row[0]):
+    named = [(bare_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    for name, parameter in sorted(named, key=lambda row: row[0]):
         first.setdefault(id(parameter), (name, parameter))
     return list(first.values())
 
@@ -26,14 +32,14 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
     """Names that share one parameter, sorted: `[["embedding.weight", "head.weight"]]`."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+        names[id(parameter)].append(bare_name(name))
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Names of the modules whose running statistics depend on which samples a rank saw."""
     return [
-        name
+        bare_name(name)
         for name, module in model.named_modules()
         if isinstance(module, _NormBase) and module.running_mean is not None
     ]
@@ -50,7 +56,7 @@ def repeated_blocks(model: nn.Module) -> Named:
     families = _families(model)
     large = {kind: members for kind, members in families.items() if not is_bare_layer(members[0][1])}
     found = max((large or families).values(), key=len, default=[])
-    return found if large or len(found) > 1 else []
+    return [(bare_name(name), block) for name, block in found] if large or len(found) > 1 else []
 
 
 def is_bare_layer(module: nn.Module) -> bool:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.anatomy import bare_name
+
 
 def state_items(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in the sorted order of names; a tied tensor once, under its first name."""
     first: dict[int, tuple[str, Tensor]] = {}
-    for name, value in sorted(model.state_dict(keep_vars=True).items()):
+    items = [(bare_name(name), value) for name, value in model.state_dict(keep_vars=True).items()]
+    for name, value in sorted(items, key=lambda item: item[0]):
         if isinstance(value, Tensor):  # a module's extra state may be anything
             first.setdefault(id(value), (name, value))
     return list(first.values())

@@ -15,7 +15,7 @@ from meshwright.models.anatomy import repeated_blocks
 from meshwright.parallel.ddp import apply_ddp
 from meshwright.parallel.entry import Parallel
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.mixed import apply_mixed
+from meshwright.parallel.mixed import cast_inputs, cast_weights
 from meshwright.parallel.recompute import apply_recompute
 
 COMPUTE_DTYPES: Final = {
@@ -38,6 +38,9 @@ def apply(model: nn.Module, mesh: Mesh, *, recompute: str, compute: str, may_ski
     """
     blocks = [block for _, block in repeated_blocks(model)]
     apply_recompute(model, recompute)
+    parallel = apply_ddp(model, mesh, may_skip_parameters)
     if compute in ("bf16", "fp16"):
-        return apply_mixed(model, mesh, blocks, COMPUTE_DTYPES[compute])
-    return apply_ddp(model, mesh, may_skip_parameters)
+        return cast_weights(parallel, blocks, COMPUTE_DTYPES[compute])
+    if compute == "fp64":
+        cast_inputs(model, COMPUTE_DTYPES[compute])  # a data set seldom gives fp64
+    return parallel

@@ -1,10 +1,11 @@
-"""Data parallelism in full precision: DistributedDataParallel around the entry."""
+"""Data parallelism: DistributedDataParallel, entered at the end of the forward pass."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,9 @@ from meshwright.parallel.mesh import Mesh
 
 def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parallel:
     """Average gradients over the data-parallel ranks in buckets, while backward still runs.
+
+    DDP reduces the gradients of what went through its `forward`, and silently no others. So the objective passes through
+    it last, unchanged: whatever a loss function or a user's own loop called on the way there has then been seen.
 
     Args:
         model: equal on all ranks.
@@ -40,4 +44,12 @@ def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parall
     def set_sync(on: bool) -> None:
         ddp.require_backward_grad_sync = on
 
-    return Parallel(model, ddp, gradient_scale=float(mesh.layout.dp_degree), set_sync=set_sync)
+    def before_backward(objective: torch.Tensor) -> torch.Tensor:
+        passed: torch.Tensor = ddp(_objective, objective)
+        return passed
+
+    return Parallel(model, entry, float(mesh.layout.dp_degree), set_sync, before_backward)
+
+
+def _objective(model: nn.Module, objective: torch.Tensor) -> torch.Tensor:
+    return objective

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 import torch.nn as nn
 
 
@@ -13,8 +14,8 @@ import torch.nn as nn
 class Entry(nn.Module):
     """Calls any function of the model as one forward pass.
 
-    DDP and its kind act on `forward` alone. With the loss function inside it, that function may call the model several
-    times, or its methods, and still be one forward pass; and the model keeps its class, attributes and parameter names.
+    The function may call the model several times, or its methods, and still be one forward pass; and the model keeps
+    its class, attributes and parameter names.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,15 +27,27 @@ class Entry(nn.Module):
         return function(self.model, *args, **kwargs)
 
 
+def _as_it_is(objective: torch.Tensor) -> torch.Tensor:
+    return objective
+
+
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """A model that has been spread over the mesh.
+
+    A step calls, for each microbatch: `set_sync`, `entry`, `before_backward` and backward; and after the last: `settle`.
 
     Attributes:
         bare: the user's module; its parameter names are those of checkpoints.
         entry: call it as entry(function, *args): function(bare, *args) as one forward pass.
         gradient_scale: gradients after backward times this are the sum over all data-parallel ranks.
         set_sync: set_sync(False) keeps the next forward and backward from reducing gradients.
+        before_backward: give it what backward starts from, and start from what it returns.
+        settle: give the weights their own type back; the step's forward and backward passes are over.
         local_gradients: with set_sync(False), `.grad` after backward is this rank's own gradient.
     """
 
@@ -42,4 +55,6 @@ class Parallel:
     entry: nn.Module
     gradient_scale: float
     set_sync: Callable[[bool], None]
+    before_backward: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+    settle: Callable[[], None] = _nothing
     local_gradients: bool = True

@@ -1,46 +1,92 @@
-"""Data parallelism in bf16 or fp16: FSDP2 with nothing cut.
+"""Compute in another type than the masters': copies of the weights and casts of the inputs.
 
-One precision rule holds on all layouts: fp32 masters, compute on parameters and inputs cast as FSDP2's
-MixedPrecisionPolicy casts them, gradients reduced in fp32. Plain data parallelism keeps it by using the same code on a
-mesh (dp_replicate, 1): each "shard" is the whole fp32 master.
+One precision rule holds on all layouts, that of FSDP2's MixedPrecisionPolicy: fp32 masters, forward and backward on
+parameters and inputs cast to the compute type, outputs in fp32, gradients accumulated and reduced in fp32. Under data parallelism the
+copies are a differentiable step in front of the model: the gradients arrive at the masters in fp32, and everything
+behind them (buckets, accumulation, parameters without a gradient, the optimizer) is as in full precision.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, final
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
-from meshwright.parallel.entry import Entry, Parallel
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.entry import Parallel
 
 
-def apply_mixed(model: nn.Module, mesh: Mesh, blocks: Sequence[nn.Module], compute: torch.dtype) -> Parallel:
-    """Cast parameters to `compute` as they are used, and sum fp32 gradients over the data-parallel ranks.
+@final
+class Copies:
+    """Copies of a model's parameters in the compute type, in the parameters' places while a step runs.
+
+    A copy serves all microbatches of a step: its node in the graph keeps nothing, so backward may pass it again. Batch
+    norms keep their masters: torch computes them on half-precision inputs with fp32 weights and statistics alone.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype, self.active = dtype, False
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point() and not isinstance(module, _NormBase):
+                    self._places.setdefault(parameter, []).append((module, name))
+
+    def put(self) -> None:
+        """Put fresh copies in place, unless there are some."""
+        if not self.active:
+            self.active = True
+            with torch.enable_grad():  # a forward pass without gradients may be the first of the step
+                self._place({master: master.to(self.dtype) for master in self._places})
+
+    def take_away(self) -> None:
+        """Put the masters back."""
+        if self.active:
+            self.active = False
+            self._place({master: master for master in self._places})
+
+    def _place(self, tensors: dict[nn.Parameter, Any]) -> None:
+        for master, places in self._places.items():
+            for module, name in places:
+                module._parameters[name] = tensors[master]
+
+
+def cast_weights(parallel: Parallel, blocks: Sequence[nn.Module], dtype: torch.dtype) -> Parallel:
+    """Have a step's forward and backward passes run on copies of the weights in `dtype`.
 
     Args:
-        model: fp32, equal on all ranks.
-        mesh: pure data parallel.
-        blocks: units whose casts are made one after the other.
-        compute: bf16 or fp16.
+        parallel: of an fp32 model.
+        blocks: modules whose inputs are cast, besides the model's own.
+        dtype: bfloat16 or float16.
     """
-    degree = mesh.layout.dp_degree
-    device_mesh = init_device_mesh(mesh.device.type, (degree, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for module in [*blocks, model]:
-        unit = fully_shard(module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False)
-        # The loss is divided by the count of the whole step, so gradients are summed, not averaged.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    root = cast(FSDPModule, model)
+    copies = Copies(parallel.bare, dtype)
+
+    def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast((args, kwargs), dtype) if copies.active else None
+
+    def outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast(output, torch.float32) if copies.active else None  # a loss summed in bf16 has 3 digits
+
+    for module in {parallel.bare, *blocks}:
+        module.register_forward_pre_hook(inputs, with_kwargs=True)
+    parallel.bare.register_forward_hook(outputs)
 
     def set_sync(on: bool) -> None:
-        root.set_is_last_backward(on)
-        root.set_reshard_after_backward(on)  # the cast copies stay until the step's last microbatch
-        root.set_requires_gradient_sync(on)
+        copies.put()
+        parallel.set_sync(on)
 
-    return Parallel(model, Entry(model), gradient_scale=1.0, set_sync=set_sync, local_gradients=False)
+    return dataclasses.replace(parallel, set_sync=set_sync, settle=copies.take_away)
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what the model is called with to `dtype`, that of its masters."""
+    model.register_forward_pre_hook(lambda module, *inputs: cast(inputs, dtype), with_kwargs=True)
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of nested containers."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.models.anatomy import repeated_blocks
+from meshwright.models.anatomy import bare_name, repeated_blocks
 from meshwright.models.gpt2 import Gpt2
 from meshwright.models.llama import Llama
 
@@ -130,7 +130,8 @@ def may_draw(model: nn.Module) -> bool:
 def _dropouts_outside(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     inside = {id(module) for _, block in blocks for module in block.modules()}
     inside.add(id(model))  # has a point of its own
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, _DropoutNd) and id(m) not in inside]
+    named = [(bare_name(name), module) for name, module in model.named_modules()]
+    return [(name, m) for name, m in named if isinstance(m, _DropoutNd) and id(m) not in inside]
 
 
 def generators_of(models: Sequence[nn.Module]) -> tuple[torch.Generator, ...]:

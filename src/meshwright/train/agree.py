@@ -37,6 +37,15 @@ class Agreement:
             raise outcome[0]
         return cast(T, outcome[0])
 
+    def meet(self) -> None:
+        """Wait here for every rank, apart from the training's own collectives.
+
+        A rank that comes alone waits here, and the others, who went on, wait for it where they are: the time-out then
+        names it. Without this its collectives would meet the others' next ones, and both would compute nonsense.
+        """
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
     def gather(self, mine: T) -> list[T]:
         """The values of all ranks, in their order."""
         if self._group is None:

@@ -13,7 +13,7 @@ from typing import Final
 
 from meshwright.errors import MeshwrightError, RankDied
 
-from .lastwords import ERROR, EXIT, LOST_PEER, RETURNED, LastWords, revive
+from .lastwords import ERROR, EXIT, LEFT_WORLD, LOST_PEER, RETURNED, LastWords, revive
 from .pulse import LEFT, Moment
 
 _HINTS: Final[dict[int, tuple[str, str]]] = {
@@ -68,13 +68,13 @@ class Witness:
 
     @property
     def returned(self) -> bool:
-        """Returned from main, whether or not its process is gone."""
-        return self.words is not None and self.words.kind == RETURNED
+        """Done, in its own opinion, whether or not its process is gone."""
+        return self.words is not None and self.words.kind in (RETURNED, LEFT_WORLD)
 
     @property
     def failed(self) -> bool:
         """Ended, or about to, in another way than by returning."""
-        return (self.ended and not self.finished) or (self.words is not None and self.words.kind != RETURNED)
+        return (self.ended and not self.finished) or (self.words is not None and not self.returned)
 
 
 def find_cause(witnesses: Sequence[Witness]) -> MeshwrightError:
@@ -145,12 +145,12 @@ def _blame_still(witnesses: Sequence[Witness]) -> list[RankDied]:
     for w in witnesses:
         if w.stopped_s > 0:
             how = f"has been stopped for {w.stopped_s:.0f} s" if w.stopped_s >= 1 else "is stopped"
-            rule = f"its process is in state T (SIGSTOP); it was last seen {w.moment}"
+            rule = f"its process is in state T (SIGSTOP); last seen {w.moment}"
             found.append(RankDied(f"rank {w.rank} {how}", rule))
     for w in witnesses:
         if w.silent_s > 0 and w.stopped_s == 0:
             how = f"has given no sign of life for {w.silent_s:.0f} s"
-            rule = f"its process, or its host, hangs or died; it was last seen {w.moment}"
+            rule = f"its process, or its host, hangs or died; last seen {w.moment}"
             found.append(RankDied(f"rank {w.rank} {how}", rule))
     return found
 
@@ -162,7 +162,8 @@ def _blame_absent(witnesses: Sequence[Witness]) -> list[RankDied]:
     gone = [w for w in witnesses if w.returned or w.moment.phase == LEFT]
     if gone and waiting:
         early = min(gone, key=lambda w: w.moment.step)
-        verb = "returned from main" if early.returned else "left the process group"
+        from_main = early.words is not None and early.words.kind == RETURNED
+        verb = "returned from main" if from_main else "left the process group"
         return [
             RankDied(
                 f"rank {early.rank} {verb} {early.moment} while {whom} still needed it ({waiting[0].moment})",
@@ -182,7 +183,7 @@ def _blame_absent(witnesses: Sequence[Witness]) -> list[RankDied]:
     return [
         RankDied(
             f"rank {late.rank} hangs: it is alive{quiet}, and did not come to the collective where {whom} waited; "
-            f"it was last seen {late.moment}",
+            f"last seen {late.moment}",
             _waited(waiting),
             _FIX_HANG,
         )

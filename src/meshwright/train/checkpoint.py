@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from meshwright.models.digest import state_items, weights_sha256
 from meshwright.train import stored
 from meshwright.train.optimizer import load_named_state, named_state
 from meshwright.train.step import local
-from meshwright.train.stored import MANIFEST, MODEL, OPTIMIZER, Stored
+from meshwright.train.stored import MANIFEST, MODEL, OPTIMIZER, SEAL, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_las
     try:
         _write(target, step, state, facts, keep_last)
     except (OSError, SafetensorError) as error:
+        _clear_leftovers(home)  # a full disk would stay full
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(
             f"checkpoint {target}", f"could not be written: {reason}.", "Earlier checkpoints are untouched."
@@ -81,16 +83,20 @@ def _write(target: Path, step: int, state: State, facts: Mapping[str, Any], keep
     save_file(weights, beside / MODEL)
     save_file(state.moments(), beside / OPTIMIZER)
     files = {name: _facts(beside / name) for name in (MODEL, OPTIMIZER)}
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": stored.FORMAT,
         "step": step,
         **facts,
         "weights_sha256": weights_sha256(weights.items()),
         "files": files,
     }
+    manifest[SEAL] = stored.seal(manifest)
     (beside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in (*beside.iterdir(), beside):
+    mode = (beside / MANIFEST).stat().st_mode
+    for path in beside.iterdir():
+        path.chmod(mode)  # safetensors writes for this user alone, whatever the umask says
         _sync(path)
+    _sync(beside)
     _publish(beside, target)
     _prune(home, step, keep_last)
 
@@ -119,12 +125,11 @@ def _publish(beside: Path, target: Path) -> None:
 def _prune(home: Path, step: int, keep_last: int) -> None:
     """Remove whole checkpoints beyond the newest `keep_last`; hidden by a rename first, so that none is half removed.
 
-    Torn ones do not count, or a torn newer one would push out the good one that was just written.
+    Torn ones do not count, nor do those of later steps: a run that came here passed them by. Else they would push out
+    the good one that was just written.
     """
-    whole = [
-        path for path in stored.candidates(home) if stored.is_whole(path) and path.name <= stored.folder_name(step)
-    ]
-    for path in whole[keep_last:]:
+    older = [path for path in stored.candidates(home) if (stored.step_of(path) or 0) <= step]
+    for path in [path for path in older if stored.is_whole(path)][keep_last:]:
         path.rename(path.with_name(f".{path.name}.old"))
     _clear_leftovers(home)
 
@@ -132,7 +137,11 @@ def _prune(home: Path, step: int, keep_last: int) -> None:
 def _clear_leftovers(home: Path) -> None:
     """Remove what a killed run left: half-written checkpoints, and ones on their way out."""
     for path in home.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def load(checkpoint: Stored, state: State) -> None:

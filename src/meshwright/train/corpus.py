@@ -35,6 +35,10 @@ class TokenRows(Protocol):
     """A source of rows: `tokens` and `labels`, each (b, s) int64."""
 
     @property
+    def ids(self) -> Tokens:
+        """Every token, in memory or memory-mapped."""
+
+    @property
     def num_rows(self) -> int:
         """Rows in an epoch."""
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.spec.batch import BatchPlan, microbatches_of_rank
 from meshwright.train.loader import Place, Source, to_device
-from meshwright.train.loss import pairs_of
+from meshwright.train.loss import divisor
 from meshwright.train.order import Split
 from meshwright.train.step import Stepper
 
@@ -47,6 +47,7 @@ def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int
                 sums = these if sums is None else sums + these
     finally:
         model.train()
+        stepper.parallel.settle()
     assert sums is not None, "a split without held-out samples is not evaluated"
     sums = sums.to(stepper.mesh.device)
     if batch.dp_degree > 1:

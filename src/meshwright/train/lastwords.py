@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 from meshwright.errors import Fault, MeshwrightError, SpecError
 
 RETURNED: Final = "returned"
+LEFT_WORLD: Final = "left"
 ERROR: Final = "error"
 EXIT: Final = "exit"
 LOST_PEER: Final = "lost peer"
@@ -51,8 +52,8 @@ class LastWords:
 
     Attributes:
         rank: whose words.
-        kind: `returned`, `error` (its own), `exit` (SystemExit), `lost peer` (a collective failed: somebody else's
-            fault) or `ended` (asked to, by a signal).
+        kind: `returned` (from main), `left` (the process group), `error` (its own), `exit` (SystemExit), `lost peer` (a
+            collective failed: somebody else's fault) or `ended` (asked to, by a signal).
         family: names of the exception's classes, most special first.
         message: the exception's text; for a MeshwrightError that of `parts`.
         parts: what a MeshwrightError was made of: asked, rule, nearest.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from meshwright.errors import Interrupted, MeshwrightError, SpecError
 
@@ -32,6 +32,7 @@ from .supervise import STOPPED_S, Patience, Terminated, end_ranks, read_words, s
 
 T = TypeVar("T")
 Start = Literal["auto", "fork", "spawn"]
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,9 @@ def launch(
         raise
     except KeyboardInterrupt:  # also Terminated
         # Before the ranks were under supervision, which has more to say.
-        raise Interrupted("interrupted", "before step 1") from None
+        early = Interrupted("interrupted", "before step 1")
+        _speak_plainly(early, silent=False)
+        raise early from None
 
 
 def _take_part(main: Callable[[], T], nproc: int | None, timeout_s: float, place: Place) -> T:
@@ -112,7 +115,7 @@ def _take_part(main: Callable[[], T], nproc: int | None, timeout_s: float, place
     os.environ.setdefault(TIMEOUT_S, str(timeout_s))
     if place.launcher == "meshwright" or place.world_size == 1:
         return main()
-    from .herald import end_rank
+    from .inquest import end_rank
 
     try:
         return main()
@@ -201,7 +204,7 @@ def _on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _start_ranks(main: Callable[[], Any], seats: Sequence[Seat], method: str, listener: int) -> list[BaseProcess]:
@@ -215,6 +218,8 @@ def _start_ranks(main: Callable[[], Any], seats: Sequence[Seat], method: str, li
         sys.stderr.flush()
         release_openmp_threads()
     ranks: list[BaseProcess] = []
+    # A Ctrl-C while they start would end them with a traceback each: they take signals when they are ready for them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         for seat in seats:
             passed = listener if method == "fork" else -1
@@ -227,6 +232,8 @@ def _start_ranks(main: Callable[[], Any], seats: Sequence[Seat], method: str, li
     except BaseException:
         end_ranks(ranks)
         raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return ranks
 
 
@@ -261,6 +268,7 @@ def rank_entry(main: Callable[[], Any], seat: Seat, listener: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     die_with(seat.parent_pid)
     if listener >= 0:
         os.close(listener)

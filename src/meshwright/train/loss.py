@@ -5,16 +5,15 @@ A mean of means weighs a microbatch of 1 label as much as one of 1000; a sum and
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from meshwright.errors import MeshwrightWarning, SpecError
+from meshwright.errors import SpecError
 from meshwright.train.corpus import IGNORED
 from meshwright.train.loader import Batch
 
@@ -62,14 +61,24 @@ def _tokens_and_labels(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def pairs_of(result: Any, batch: Batch) -> list[Pair]:
+def divisor(count: float) -> float:
+    """What a sum is divided by; where nothing was counted the sum is 0, and stays it."""
+    return count if count > 0 else 1.0
+
+
+def pairs_of(result: Any, batch: Batch, warn: Callable[[str], None]) -> list[Pair]:
     """What a loss function returned, as pairs.
+
+    Args:
+        result: of the loss function.
+        batch: what it was given.
+        warn: told where the count of a bare mean had to be guessed.
 
     Raises:
         SpecError: it is no pair, list of pairs or scalar.
     """
-    if isinstance(result, torch.Tensor) and result.ndim == 0:
-        return [_weighted_mean(result, batch)]
+    if isinstance(result, torch.Tensor) and result.ndim == 0 and result.is_floating_point():
+        return [_weighted_mean(result, batch, warn)]
     if isinstance(result, tuple) and len(result) == 2 and _is_pair(result):
         return [Pair(*result)]
     if isinstance(result, list | tuple) and result and all(_is_pair(item) for item in result):
@@ -86,36 +95,47 @@ def _is_pair(item: Any) -> bool:
         return False
     total, count = item
     is_scalar = isinstance(total, torch.Tensor) and total.numel() == 1 and total.is_floating_point()
-    return is_scalar and (isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1))
+    return is_scalar and (isinstance(count, int | float) or _is_count(count))
+
+
+def _is_count(count: Any) -> bool:
+    """A count that depends on the weights is none: two losses were returned for a sum and a count."""
+    return isinstance(count, torch.Tensor) and count.numel() == 1 and not count.requires_grad
 
 
 def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)}"
+        kind = str(result.dtype).removeprefix("torch.")
+        return f"a {kind} tensor of shape {tuple(result.shape)}"
     if isinstance(result, Sequence) and not isinstance(result, str):
-        return f"a {type(result).__name__} of {', '.join(type(item).__name__ for item in result) or 'nothing'}"
+        return f"a {type(result).__name__} of {', '.join(map(_describe_part, result)) or 'nothing'}"
     return f"a {type(result).__name__}"
 
 
-def _weighted_mean(mean: torch.Tensor, batch: Batch) -> Pair:
-    """A bare mean is weighted by its labels; where the batch does not say how many, by its rows, with a warning."""
+def _describe_part(part: Any) -> str:
+    return "Tensor with a gradient" if isinstance(part, torch.Tensor) and part.requires_grad else type(part).__name__
+
+
+def _weighted_mean(mean: torch.Tensor, batch: Batch, warn: Callable[[str], None]) -> Pair:
+    """A bare mean is weighted by the labels that count; where the batch does not say how many, by its rows."""
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        warn(_GUESS.format("labels that are not -100"))
         count = (labels != IGNORED).sum()
         return Pair(torch.where(count > 0, mean, mean.new_zeros(())) * count, count)
+    warn(_GUESS.format("rows"))
     rows = _rows(batch)
-    warnings.warn(
-        f"the loss function returns one number. It is taken for a mean over the rows of the microbatch (here {rows}) and "
-        "weighed by them. If it is a mean over anything else (tokens, boxes), microbatches are weighed wrongly: return "
-        "(sum, count).",
-        MeshwrightWarning,
-        stacklevel=2,
-    )
     return Pair(mean * rows, float(rows))
 
 
+_GUESS: Final = (
+    "the loss function returns one number. It is taken for a mean over the {0} of a microbatch, and weighed by how many "
+    "there are. If it is a mean over anything else, microbatches are weighed wrongly: return (sum, count)."
+)
+
+
 def _rows(batch: Batch) -> int:
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, torch.Tensor) and batch.ndim:
         return len(batch)
     items = list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, list | tuple) else []
     for item in items:

@@ -1,4 +1,4 @@
-"""Four small things that torch and the kernel offer only below Python. Each does nothing where it is not available."""
+"""Five small things that torch and the kernel offer only below Python. Each does nothing where it is not available."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
 _OMP_PAUSE_HARD: Final = 2
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_LARGEST_MMAP_THRESHOLD: Final = 32 << 20
+_LARGEST_INT: Final = (1 << 31) - 1
 
 
 def die_with(parent_pid: int) -> None:
@@ -28,6 +32,18 @@ def release_openmp_threads() -> None:
     operation. The pool is made anew when this process needs it again.
     """
     _call_loaded("libgomp", "omp_pause_resource_all", _OMP_PAUSE_HARD)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed, for the next step to use: a step frees what the next one allocates.
+
+    Given back, every page of the activations is mapped and zeroed anew in each step. By default the limits follow the
+    sizes that a process happens to free, so that one rank may pay for it and its neighbour not.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
 
 
 def settle_torch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from meshwright.errors import DataError
 
 Ids = NDArray[np.int64]
+
+_BLOCK = 4096
+"""Positions that are shuffled in one go: numpy takes hardly longer over this many than over the few of a step."""
 
 _ROUNDS = 8
 """Rounds of the Feistel network. Four make a pseudo-random permutation of large domains (Luby and Rackoff 1988); tiny
@@ -137,10 +141,10 @@ class SampleOrder:
         """Ids of the samples of a step (from 0), in order: global_batch_size of them, or what an epoch has left."""
         epoch, offset = divmod(step, self.steps_per_epoch)
         first = offset * self.global_batch_size
-        positions = np.arange(first, min(first + self.global_batch_size, self.split.num_training), dtype=np.int64)
-        if self.shuffle:
-            positions = permute(positions, self.split.num_training, f"order/{self.seed}/{epoch}")
-        return self.split.training_ids(positions)
+        end = min(first + self.global_batch_size, self.split.num_training)
+        ids = [_block(self, epoch, i) for i in range(first // _BLOCK, -(-end // _BLOCK))]
+        skipped = first // _BLOCK * _BLOCK
+        return np.concatenate(ids)[first - skipped : end - skipped]
 
     def samples_before(self, step: int) -> int:
         """Samples that the steps before this one trained on."""
@@ -159,3 +163,13 @@ class SampleOrder:
         if self.split.num_held_out:
             text += f"; {self.split.num_held_out} held out for validation"
         return text
+
+
+@lru_cache(maxsize=4)
+def _block(order: SampleOrder, epoch: int, index: int) -> Ids:
+    """Sample ids at the positions of an epoch from index * _BLOCK on."""
+    size = order.split.num_training
+    positions = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, size), dtype=np.int64)
+    if order.shuffle:
+        positions = permute(positions, size, f"order/{order.seed}/{epoch}")
+    return order.split.training_ids(positions)

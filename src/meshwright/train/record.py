@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final, final
 
 from meshwright.errors import SpecError
-from meshwright.train.run_folder import METRICS, SAMPLES, SUMMARY, write_text
+from meshwright.train.run_folder import METRICS, SAMPLES, SUMMARY, write_text, writing
 from meshwright.train.step import StepResult
 
 PLAIN_EVERY_S: Final = 5.0
@@ -39,12 +42,27 @@ class Console:
             return
         if self._bar is not None:
             self._bar.clear()
-        print(line, flush=True)
+        self._print(line)
 
     def warn(self, line: str) -> None:
         """Print one warning on the error stream."""
         if self.speaks:
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+
+    def _print(self, line: str) -> None:
+        """A reader that leaves (`| head`) ends the printing, and not the training."""
+        try:
+            print(line, flush=True)
+        except OSError:
+            self.shows = False
+            discard_stdout()
+
+    def expect(self, total: int) -> None:
+        """Set what the last step is."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.total = total
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show one step."""
@@ -58,10 +76,7 @@ class Console:
         now = time.perf_counter()
         if row["step"] in (self._begin[0] + 1, self.total) or now - self._printed_s >= PLAIN_EVERY_S:
             self._printed_s = now
-            print(
-                f"step {row['step']}/{self.total}  {text}  lr {row['lr']:.2e}  {self._eta(row['step'], now)}",
-                flush=True,
-            )
+            self._print(f"step {row['step']}/{self.total}  {text}  lr {row['lr']:.2e}  {self._eta(row['step'], now)}")
 
     def _eta(self, step: int, now: float) -> str:
         first, since = self._begin
@@ -72,6 +87,12 @@ class Console:
         """End the progress bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+def discard_stdout() -> None:
+    """Send what is still to be printed nowhere: the interpreter flushes once more at its end, and would complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress_bar(total: int, start: int) -> Any:
@@ -95,15 +116,17 @@ class Recorder:
         self.folder = folder if speaks else None
         self._metrics: IO[str] | None = None
         self._samples: IO[str] | None = None
-        self._events = _event_writer(folder, start) if tensorboard and speaks and folder is not None else None
+        self._events = _event_writer(self.folder, start) if tensorboard and self.folder is not None else None
         if self.folder is not None:
-            self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
+            with writing(self.folder):
+                self._metrics = (self.folder / METRICS).open("a", encoding="utf-8")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one step, and flush: a killed run keeps every line."""
-        if self._metrics is not None:
-            self._metrics.write(json.dumps(row) + "\n")
-            self._metrics.flush()
+        if self.folder is not None and self._metrics is not None:
+            with writing(self.folder):
+                self._metrics.write(_json(row) + "\n")
+                self._metrics.flush()
         if self._events is not None:
             self._events.add(row)
 
@@ -111,21 +134,29 @@ class Recorder:
         """Append the sample ids of one step, in the order of the microbatch grid."""
         if self.folder is None:
             return
-        if self._samples is None:
-            self._samples = (self.folder / SAMPLES).open("a", encoding="utf-8")
-        self._samples.write(json.dumps({"step": step, "epoch": epoch, "samples": ids}) + "\n")
-        self._samples.flush()
+        with writing(self.folder):
+            self._samples = self._samples or (self.folder / SAMPLES).open("a", encoding="utf-8")
+            self._samples.write(json.dumps({"step": step, "epoch": epoch, "samples": ids}) + "\n")
+            self._samples.flush()
 
     def summary(self, facts: Mapping[str, Any]) -> None:
         """Write summary.json."""
         if self.folder is not None:
-            write_text(self.folder / SUMMARY, json.dumps(facts, indent=1) + "\n")
+            with writing(self.folder):
+                write_text(self.folder / SUMMARY, _json(facts, indent=1) + "\n")
 
     def close(self) -> None:
         """Close all files."""
         for file in (self._metrics, self._samples, self._events):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # what could not be written has been said by then
+                    file.close()
+
+
+def _json(facts: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON as its standard has it: there NaN and infinity do not exist, and a skipped step may have them."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
+    return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 @final
@@ -144,17 +175,27 @@ class _Events:
         self.writer.close()
 
 
-def _event_writer(folder: Path, start: int) -> _Events:
+def require_tensorboard() -> None:
+    """Refuse event files where nothing can write them, before anything is on disk.
+
+    Raises:
+        SpecError: the package is missing.
+    """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        import tensorboard.summary.writer.event_file_writer  # noqa: F401
     except ImportError as error:
         raise SpecError(
             "record.tensorboard = true",
             "needs the package tensorboard.",
             "Install it with: pip install 'meshwright[tensorboard]'",
         ) from error
+
+
+def _event_writer(folder: Path, start: int) -> _Events:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
     writer = EventFileWriter(str(folder / "tensorboard"))
     # Tells TensorBoard to drop what an earlier, longer run of this folder wrote past the checkpoint.
     writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from meshwright.errors import RankDisagreement
-from meshwright.models.anatomy import batch_norms, parameters_in_order
+from meshwright.models.anatomy import bare_name, batch_norms, parameters_in_order
 from meshwright.train.step import local
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -63,7 +63,7 @@ def reconcile_buffers(model: nn.Module, world_size: int) -> list[str]:
     norms = set(batch_norms(model))
     averaged: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
-    for name, buffer in model.named_buffers():
+    for name, buffer in ((bare_name(name), buffer) for name, buffer in model.named_buffers()):
         is_statistic = name.rpartition(".")[0] in norms and buffer.is_floating_point()
         (averaged if is_statistic else others).append((name, buffer))
     for _, buffer in averaged:

@@ -15,21 +15,31 @@ from pathlib import Path
 from typing import Any, final
 
 from meshwright import __version__
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.digest import state_items, weights_sha256
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.dump import to_table
 from meshwright.spec.layout import resolve, section_of
+from meshwright.spec.load import from_table
 from meshwright.spec.recipe import Recipe
 from meshwright.train.agree import Agreement
 from meshwright.train.checkpoint import load, save
 from meshwright.train.evaluate import evaluate
 from meshwright.train.loader import Microbatch
-from meshwright.train.record import Console, Recorder, metrics_row
+from meshwright.train.native import keep_freed_memory
+from meshwright.train.record import Console, Recorder, metrics_row, require_tensorboard
 from meshwright.train.replicas import reconcile_buffers, require_equal_weights
-from meshwright.train.run_folder import CHECKPOINTS, Start, find_start, open_folder
+from meshwright.train.run_folder import (
+    Start,
+    find_start,
+    last_row,
+    microbatch_lines,
+    open_folder,
+    read_summary,
+    write_recipe,
+)
 from meshwright.train.step import StepResult, local
-from meshwright.train.stored import folder_name
+from meshwright.train.stored import CHECKPOINTS, folder_name
 from meshwright.train.trainer import Parts, Trainer
 from meshwright.train.world import World
 
@@ -84,11 +94,15 @@ def begin_run(
         parts: Python objects in place of what the recipe names.
         progress: say on rank 0 what is going on.
     """
+    if world.device.type == "cpu":
+        keep_freed_memory()
     agreement = Agreement(world.rank, world.world_size)
     start = Start()
     if folder is not None:
         start = agreement.on_rank_0(lambda: find_start(folder, recipe, resume=resume, hashes=True))
-    return Run(settle(recipe, start, world.world_size), folder, start, world, agreement, parts, progress=progress)
+    settled = settle(recipe, start, world.world_size)
+    start = dataclasses.replace(start, lines=[*start.lines, *microbatch_lines(start, settled)])
+    return Run(settled, folder, start, world, agreement, parts, progress=progress)
 
 
 @final
@@ -117,26 +131,36 @@ class Run:
         progress: bool = True,
     ) -> None:
         self.recipe, self.folder, self.start, self.world, self.agreement = recipe, folder, start, world, agreement
-        self.end = min(recipe.train.steps, recipe.train.stop_after or recipe.train.steps)
+        self.end = self._end()
+        if folder is not None and recipe.record.tensorboard:
+            agreement.on_rank_0(require_tensorboard)
         self.trainer = Trainer(recipe, world, parts)
         self.last: StepResult | None = None
-        self._tokens, self._seconds, self._validation = 0, 0.0, dict[str, Any]()
+        self._tokens, self._seconds, self._row = 0, 0.0, dict[str, Any]()
         self._tokens_before = 0
         self._saved_step = start.step if start.checkpoint else None
+        self._ended: dict[str, Any] | None = None
         self._restore()
-        if folder is not None:
-            agreement.on_rank_0(lambda: open_folder(folder, recipe, start))
-        self.recorder = Recorder(folder, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step)
-        self.console = Console(speaks=world.speaks, progress=progress, total=self.end, start=start.step)
+        kept = None if self._ended else folder  # a run that has ended is looked at, and not touched
+        if kept is not None:
+            agreement.on_rank_0(lambda: open_folder(kept, recipe, start))
+        self.recorder = Recorder(kept, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step)
+        self.console = Console(
+            speaks=world.speaks, progress=progress, total=max(self.end, start.step), start=start.step
+        )
         for line in [*self.trainer.lines(), *start.lines]:
             self.console.say(line)
         for line in self.trainer.warnings():
             self.console.warn(line)
 
+    def _end(self) -> int:
+        train = self.recipe.train
+        return min(train.steps, train.stop_after or train.steps)
+
     def _restore(self) -> None:
         """Put the checkpoint that the run begins at into the trainer."""
-        checkpoint = self.start.checkpoint
-        if checkpoint is None:
+        checkpoint, folder = self.start.checkpoint, self.folder
+        if checkpoint is None or folder is None:
             return
         self.agreement.on_rank_0(lambda: self._require_same_data(checkpoint.manifest["data"]["num_samples"]))
         load(checkpoint, self.trainer.state)
@@ -144,6 +168,9 @@ class Run:
         scaler = self.trainer.stepper.scaler
         scaler.scale, scaler.good_steps = checkpoint.manifest["loss_scale"]
         require_equal_weights(self.trainer.model, self.world.world_size, "after loading the checkpoint")
+        self._row = self.agreement.on_rank_0(lambda: last_row(folder, checkpoint.step))
+        if checkpoint.step >= self.end:
+            self._ended = self.agreement.on_rank_0(lambda: read_summary(folder, checkpoint.step))
 
     def _require_same_data(self, before: int) -> None:
         now = self.trainer.source.num_samples
@@ -159,6 +186,28 @@ class Run:
         """Optimizer steps done, those of earlier runs in this folder included."""
         return self.last.step if self.last else self.start.step
 
+    def set_steps(self, steps: int) -> None:
+        """Say how long the whole training is, where the recipe left that to the user's loop; collective.
+
+        Raises:
+            SpecError: a rule of the recipe is broken by it, or it differs from what the checkpoint's training had.
+        """
+        if steps == self.recipe.train.steps:
+            return
+        if self.start.checkpoint is not None:
+            raise SpecError(
+                f"run.steps({steps})",
+                f"resumes a training of {self.recipe.train.steps} steps, where schedules end.",
+                f"Nearest: run.steps({self.recipe.train.steps}).",
+            )
+        table = to_table(self.recipe)
+        self.recipe = recipe = from_table(table | {"train": table["train"] | {"steps": steps}}, f"run.steps({steps})")
+        self.trainer.stepper.rules = dataclasses.replace(self.trainer.stepper.rules, steps=steps)
+        self.end = self._end()
+        self.console.expect(self.end)
+        if (folder := self.folder) is not None:
+            self.agreement.on_rank_0(lambda: write_recipe(folder, recipe))
+
     def step(self, stream: Iterator[Microbatch]) -> StepResult:
         """Make the next step from the stream, and all that follows it."""
         began = time.perf_counter()
@@ -173,6 +222,7 @@ class Run:
         row = metrics_row(result, tokens=self._tokens, samples=samples, seconds=seconds)
         if self._is_due(result.step, self.recipe.validation.every_steps) and self.trainer.split.num_held_out:
             row |= self._validate()
+        self._row = row
         self.recorder.step(row)
         self.console.step(row)
         if self.recipe.train.record_samples:
@@ -190,9 +240,8 @@ class Run:
         self.world.pulse.beat(self.done, "validation")
         reconcile_buffers(self.trainer.model, self.world.world_size)
         loss, samples = evaluate(self.trainer.stepper, self.trainer.source, self.trainer.split)
-        self._validation = {"validation_loss": loss, "validation_samples": samples}
         self.console.say(f"validation at step {self.done}: loss {loss:.4f} over {samples} samples")
-        return self._validation
+        return {"validation_loss": loss, "validation_samples": samples}
 
     def _record_samples(self, result: StepResult) -> None:
         """Write the ids that the ranks really trained on, in the order of the microbatch grid."""
@@ -212,6 +261,8 @@ class Run:
             return
         home, step, keep = self.folder / CHECKPOINTS, self.done, self.recipe.checkpoint.keep_last
         self.world.pulse.beat(step, "checkpoint")
+        self.agreement.meet()
+        self.trainer.stepper.parallel.settle()
         drifted = reconcile_buffers(self.trainer.model, self.world.world_size)
         if drifted:
             self.console.warn(f"buffers differ between ranks, and rank 0's are saved: {', '.join(drifted[:4])}")
@@ -236,22 +287,27 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """End the run with a checkpoint of its last step and summary.json; collective. Returns what that holds."""
         self.save()
+        summary = self._ended or self.agreement.on_rank_0(self._summarise)
+        self.console.close()
+        self.console.say(self._closing_line(summary))
+        return summary
+
+    def _summarise(self) -> dict[str, Any]:
+        """Write summary.json. The last row may be an earlier run's, killed between its last checkpoint and here."""
         facts = self._facts()
         weights = ((name, local(tensor.detach())) for name, tensor in state_items(self.trainer.model))
         summary = {
             "status": "done" if self.done == self.recipe.train.steps else "stopped",
             "step": self.done,
             "steps": self.recipe.train.steps,
-            "loss": self.last.loss if self.last else None,
-            **self._validation,
+            "loss": self._row.get("loss"),
+            **{name: value for name, value in self._row.items() if name.startswith("validation_")},
             **{name: facts[name] for name in ("layout", "world_size", "tokens", "samples")},
-            "weights_sha256": weights_sha256(weights) if self.world.speaks else None,
+            "weights_sha256": weights_sha256(weights),
             "checkpoint": f"{CHECKPOINTS}/{folder_name(self._saved_step)}" if self._saved_step is not None else None,
             "seconds": round(self._seconds, 3),
         }
-        self.agreement.on_rank_0(lambda: self.recorder.summary(summary))
-        self.console.close()
-        self.console.say(self._closing_line(summary))
+        self.recorder.summary(summary)
         return summary
 
     def _closing_line(self, summary: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,13 +22,12 @@ from meshwright.spec.dump import to_toml
 from meshwright.spec.load import from_table
 from meshwright.spec.recipe import Recipe
 from meshwright.train import stored
-from meshwright.train.stored import Stored
+from meshwright.train.stored import CHECKPOINTS, Stored
 
 RECIPE: Final = "recipe.toml"
 METRICS: Final = "metrics.jsonl"
 SAMPLES: Final = "samples.jsonl"
 SUMMARY: Final = "summary.json"
-CHECKPOINTS: Final = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,7 @@ def find_start(folder: Path, recipe: Recipe, *, resume: bool, hashes: bool) -> S
         SpecError: the folder holds a run and resume is False, or the recipe differs in more than knobs.
         CheckpointError: there are checkpoints, and all are torn.
     """
-    if folder.exists() and not folder.is_dir():
-        raise SpecError(f"run folder {folder}", "is a file.", "Name another with --run-dir.")
+    _require_folder(folder)
     if not resume:
         _require_unused(folder)
         return Start()
@@ -76,7 +76,27 @@ def find_start(folder: Path, recipe: Recipe, *, resume: bool, hashes: bool) -> S
     if checkpoint is None:
         return Start(lines=["resume: no checkpoint yet, starting at step 0"])
     line = f"resume: step {checkpoint.step} from {checkpoint.path}"
-    return Start(checkpoint, [*passed, line, *_changes(checkpoint, recipe)])
+    _require_same_workload(checkpoint, recipe)
+    return Start(checkpoint, [*passed, line])
+
+
+def _require_folder(folder: Path) -> None:
+    """Refuse a name that is none, or that something else has."""
+    asked, hint = f"run folder {folder}", "Name another with --run-dir."
+    try:
+        os.lstat(folder)
+        taken = not folder.is_dir()
+    except (FileNotFoundError, NotADirectoryError):
+        above = next(path for path in folder.absolute().parents if os.path.lexists(path))
+        if not above.is_dir():
+            raise SpecError(asked, f"cannot be made: {above} is a file.", hint) from None
+        return
+    except OSError as error:
+        raise SpecError(asked, f"cannot be used: {error.strerror}.", hint) from None
+    except ValueError as error:
+        raise SpecError(f"run folder {str(folder)!r}", f"is no path: {error}.", hint) from None
+    if taken:
+        raise SpecError(asked, "is a file.", hint)
 
 
 def _require_unused(folder: Path) -> None:
@@ -90,12 +110,8 @@ def _require_unused(folder: Path) -> None:
         )
 
 
-def _changes(checkpoint: Stored, recipe: Recipe) -> list[str]:
-    """Lines about knobs that changed.
-
-    Raises:
-        SpecError: something changed that decides what is trained.
-    """
+def _require_same_workload(checkpoint: Stored, recipe: Recipe) -> None:
+    """Refuse what decides what is trained; knobs may change."""
     then = from_table(checkpoint.manifest["recipe"], where=f"recipe in {checkpoint.path}")
     changed = then.workload.differences(recipe.workload)
     if changed:
@@ -106,8 +122,14 @@ def _changes(checkpoint: Stored, recipe: Recipe) -> list[str]:
             "These stay as they were; [layout], [cluster], [checkpoint], [record], validation.every_steps, "
             "train.stop_after, record_samples, recompute, sync, timeout_s and batch.microbatch_size may change.",
         )
-    before, now = then.batch.microbatch_size, recipe.batch.microbatch_size
-    if before == now or now is None:
+
+
+def microbatch_lines(start: Start, recipe: Recipe) -> list[str]:
+    """What to say where a settled recipe cuts its steps into other microbatches than the checkpoint's run did."""
+    if start.checkpoint is None:
+        return []
+    before, now = start.checkpoint.manifest["recipe"]["batch"]["microbatch_size"], recipe.batch.microbatch_size
+    if before == now:
         return []
     return [
         f"resume: batch.microbatch_size was {before}, now {now}: dropout and rounding differ from here on, "
@@ -125,28 +147,68 @@ def open_folder(folder: Path, recipe: Recipe, start: Start) -> None:
     Raises:
         CheckpointError: it cannot be written to.
     """
-    try:
+    with writing(folder):
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (folder / SUMMARY).unlink(missing_ok=True)
         for name in (METRICS, SAMPLES):
             _cut(folder / name, start.step)
+    write_recipe(folder, recipe)
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the resolved recipe.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with writing(folder):
         write_text(folder / RECIPE, to_toml(recipe))
-    except OSError as error:
-        raise CheckpointError(f"run folder {folder}", f"cannot be written to: {error.strerror}.") from error
 
 
 def _cut(path: Path, step: int) -> None:
     """Keep the lines of steps up to `step`; a half-written last line goes too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    if path.exists():
+        write_text(path, "".join(json.dumps(row) + "\n" for row in _rows(path) if row["step"] <= step))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a record; a power cut may have left anything behind them."""
+    rows = []
+    for line in path.read_bytes().split(b"\n"):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row["step"], int) else []
+        except (ValueError, LookupError, TypeError, RecursionError):
             continue
-    write_text(path, "".join(kept))
+    return rows
+
+
+def last_row(folder: Path, step: int) -> dict[str, Any]:
+    """The line of a step in metrics.jsonl; empty if there is none."""
+    path = folder / METRICS
+    found = [row for row in _rows(path) if row["step"] == step] if path.is_file() else []
+    return found[-1] if found else {}
+
+
+def read_summary(folder: Path, step: int) -> dict[str, Any] | None:
+    """summary.json, if it tells of a run that ended at this step."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_bytes())
+        return summary if summary["step"] == step else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make what goes wrong with a run folder's files (disk full, no rights) a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = Path(error.filename) if isinstance(error.filename, str) else folder
+        raise CheckpointError(f"run folder {folder}", f"{what.name} cannot be written: {error.strerror}.") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,7 +17,8 @@ With several pairs each has its own count, and these must be known before the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, final
@@ -25,16 +26,17 @@ from typing import Final, final
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import SpecError
+from meshwright.errors import MeshwrightWarning, SpecError
 from meshwright.parallel.entry import Parallel
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import BatchPlan
 from meshwright.spec.schedule import lr_multiplier
 from meshwright.spec.sections import ScheduleSection
-from meshwright.train.counts import Weights, counts_first
+from meshwright.train.buffers import KeptBuffers
+from meshwright.train.counts import Weights, counts_first, require_counts
 from meshwright.train.loader import Batch, Microbatch, to_device
-from meshwright.train.loss import LossFunction, Pair, pairs_of
+from meshwright.train.loss import LossFunction, Pair, divisor, pairs_of
 from meshwright.train.nonfinite import refuse_nonfinite
 from meshwright.train.optimizer import set_rate
 from meshwright.train.pulse import Pulse
@@ -95,29 +97,40 @@ class StepSums:
     """What a rank adds up over the microbatches of one step. Tensors stay on the device until the step's one read."""
 
     def __init__(self, num_microbatches: int, device: torch.device) -> None:
-        self.flags = torch.zeros(num_microbatches + 1, dtype=torch.float64, device=device)  # 1: loss not finite
-        self.totals: list[torch.Tensor] = []  # one scalar a pair, fp64
-        self.counts: list[torch.Tensor] = []
-        self.samples = 0
+        self.num_microbatches, self.device = num_microbatches, device
+        self.totals: list[list[torch.Tensor]] = []  # a row for each microbatch, a scalar for each pair
+        self.counts: list[list[torch.Tensor | float]] = []
+        self.indices: list[int] = []
         self.ids: list[int] = []
+
+    @property
+    def pairs(self) -> int:
+        """Pairs that the loss function returns."""
+        return len(self.totals[0])
 
     def add(self, microbatch: Microbatch, pairs: list[Pair]) -> None:
         """Add one microbatch; a stand-in (without ids) has been weighted by 0 already."""
-        totals = [pair.total.detach().double().reshape(()) for pair in pairs]
-        counts = [torch.as_tensor(p.count, dtype=torch.float64, device=self.flags.device).reshape(()) for p in pairs]
-        if self.totals and len(self.totals) != len(totals):
-            raise SpecError("the loss function", f"returned {len(self.totals)} pairs, then {len(totals)}, in one step.")
-        for total in totals:
-            self.flags[microbatch.index] += ~torch.isfinite(total)
-        self.totals = [a + b for a, b in zip(self.totals, totals, strict=True)] if self.totals else totals
-        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
-        self.samples += len(microbatch.ids)
+        if self.totals and len(pairs) != self.pairs:
+            raise SpecError("the loss function", f"returned {self.pairs} pairs, then {len(pairs)}, in one step.")
+        self.totals.append([pair.total.detach() for pair in pairs])
+        # A copy, because a loss function may write each microbatch's count into one tensor.
+        self.counts.append([p.count.clone() if isinstance(p.count, torch.Tensor) else p.count for p in pairs])
+        self.indices.append(microbatch.index)
         self.ids += microbatch.ids.tolist()
 
     def vector(self) -> torch.Tensor:
         """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; each may be summed over ranks."""
-        samples = self.flags.new_tensor([float(self.samples)])
-        return torch.cat([torch.stack(self.totals), torch.stack(self.counts), samples, self.flags])
+        totals, counts = self._table(self.totals), self._table(self.counts)
+        not_finite = (~(totals + counts).isfinite()).sum(1, dtype=torch.float64)
+        flags = totals.new_zeros(self.num_microbatches + 1)
+        flags.index_add_(0, torch.tensor(self.indices, device=self.device), not_finite)
+        samples = totals.new_tensor([float(len(self.ids))])
+        return torch.cat([totals.sum(0), counts.sum(0), samples, flags])
+
+    def _table(self, rows: Sequence[Sequence[torch.Tensor | float]]) -> torch.Tensor:
+        """(microbatches, pairs) fp64."""
+        scalars = [torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for row in rows for x in row]
+        return torch.stack(scalars).reshape(len(rows), self.pairs)
 
 
 @final
@@ -139,6 +152,8 @@ class Stepper:
         self.parallel, self.mesh, self.loss, self.optimizer = parallel, mesh, loss, optimizer
         self.rules, self.seeds, self.scaler, self.pulse = rules, seeds, scaler, pulse
         self._parameters = [(n, p) for n, p in parallel.bare.named_parameters() if p.requires_grad]
+        self._before: KeptBuffers | None = None
+        self._has_warned = False
         self.idle: list[str] = []
         """Trainable parameters that got no gradient in the last step."""
 
@@ -157,13 +172,33 @@ class Stepper:
         return self.finish(sums, mine, weights)
 
     def begin(self) -> StepSums:
-        """Empty sums for a step."""
+        """Empty sums for a step; whatever gradients lie about are not its own."""
+        self.drop_gradients()
+        self._before = KeptBuffers(self.parallel.bare) if self.rules.on_nonfinite == "skip" else None
+        return self.empty_sums()
+
+    def empty_sums(self) -> StepSums:
+        """Sums of no microbatch yet."""
         return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, also of parameters that the optimizer does not know."""
+        for _, parameter in self._parameters:
+            parameter.grad = None
 
     def forward(self, microbatch: Microbatch, *, reduce: bool) -> list[Pair]:
         """Run the loss function on one microbatch; `reduce` says whether its backward reduces gradients."""
         batch = self.prepare(microbatch, reduce=reduce)
-        return weighed(microbatch, pairs_of(self.parallel.entry(self.loss, batch), batch))
+        stand_in = KeptBuffers(self.parallel.bare) if not len(microbatch.ids) else None
+        pairs = pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
+        if stand_in is not None:
+            stand_in.put_back()
+        return weighed(microbatch, pairs)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned and self.mesh.rank == 0:
+            warnings.warn(text, MeshwrightWarning, stacklevel=2)
+        self._has_warned = True
 
     def prepare(self, microbatch: Microbatch, *, reduce: bool) -> Batch:
         """Seed the forward pass of one microbatch, and put its rows on the device."""
@@ -186,7 +221,8 @@ class Stepper:
                 "returned a sum that does not depend on the model's parameters.",
                 "Return it undetached.",
             )
-        torch.autograd.backward(objective * self.scaler.scale if self.scaler.enabled else objective)
+        scaled = objective * self.scaler.scale if self.scaler.enabled else objective
+        torch.autograd.backward(self.parallel.before_backward(scaled))
 
     def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights, *, replay: bool = True) -> StepResult:
         """Combine the ranks' sums, decide together, clip, and update.
@@ -200,27 +236,31 @@ class Stepper:
         Raises:
             NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
         """
-        step, pairs = mine[0].step, len(sums.totals)
+        step, pairs = mine[0].step, sums.pairs
         self.pulse.beat(step + 1, "optimizer")
+        self.parallel.settle()
         gradients = [local(p.grad) for _, p in self._parameters if p.grad is not None]
         self.idle = [name for name, p in self._parameters if p.grad is None]
         totals, counts, samples, flags, raw_norm = self._read(sums, gradients)
-        count = max(counts[0], 1.0) if pairs == 1 else 1.0  # several pairs were divided before backward
+        count = divisor(counts[0]) if pairs == 1 else 1.0  # several pairs were divided before backward
         scale = self.parallel.gradient_scale / count / self.scaler.scale
         norm = raw_norm * scale
-        loss = math.fsum(total / max(n, 1.0) for total, n in zip(totals, counts, strict=True))
+        loss = math.fsum(total / divisor(n) for total, n in zip(totals, counts, strict=True))
         skipped = self._verdict(mine, flags, loss, norm, weights if replay else None)
         lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
         if not skipped:
+            require_counts(counts, weights)
             self._update(gradients, scale * self._clipping(norm))
-        self.optimizer.zero_grad(set_to_none=True)
+        elif self._before is not None:
+            self._before.put_back()
+        self.drop_gradients()
         return StepResult(step + 1, loss, lr, norm, counts[0], int(samples), skipped, sums.ids)
 
     def _read(
         self, sums: StepSums, gradients: list[torch.Tensor]
     ) -> tuple[list[float], list[float], float, list[float], float]:
         """All-reduce the sums, take the norm of the (already reduced) gradients, and read both at once."""
-        vector, pairs = sums.vector(), len(sums.totals)
+        vector, pairs = sums.vector(), sums.pairs
         if self.mesh.layout.dp_degree > 1:
             dist.all_reduce(vector)
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else vector.new_zeros(())

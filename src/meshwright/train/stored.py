@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00000020` that holds
 
-    manifest.json           step, recipe, layout, digests, and the size and SHA-256 of each other file
+    manifest.json           step, recipe, layout, digests, the size and SHA-256 of each other file, and its own seal
     model.safetensors       parameters and persistent buffers, a tied tensor once under its first name
     optimizer.safetensors   `STATE/PARAMETER` -> tensor
 
@@ -15,16 +15,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from meshwright.errors import CheckpointError
 
 FORMAT: Final = 1
+CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
+
+SEAL: Final = "manifest_sha256"
+"""Key of a manifest that holds the SHA-256 of all its other keys."""
 
 _DTYPES: Final = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -60,10 +65,10 @@ def step_of(folder: Path) -> int | None:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Folders with a checkpoint's name, newest first. `root` is a run folder or its `checkpoints`."""
-    home = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    """Whatever has a checkpoint's name, newest first. `root` is a run folder or its `checkpoints`."""
+    home = root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root
     try:
-        found = [(step, path) for path in home.iterdir() if path.is_dir() and (step := step_of(path)) is not None]
+        found = [(step, path) for path in home.iterdir() if (step := step_of(path)) is not None]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -75,24 +80,31 @@ def read(folder: Path) -> Stored:
     """Read a checkpoint's manifest.
 
     Raises:
-        CheckpointError: there is none, or it is of another format.
+        CheckpointError: there is none, it is of another format, or it is not as it was written.
     """
+    asked = f"checkpoint {folder}"
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        step, version, files = int(manifest["step"]), manifest["format"], dict(manifest["files"])
-        complete = {MODEL, OPTIMIZER} <= set(files)
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        version, step, sealed = manifest["format"], manifest["step"], manifest.get(SEAL)
     except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {folder}", f"has no {MANIFEST}.") from error
+        raise CheckpointError(asked, f"has no {MANIFEST}.") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}", f"cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder}", f"has a broken {MANIFEST} ({type(error).__name__}: {error})."
-        ) from error
-    if version != FORMAT or not complete:
-        raise CheckpointError(f"checkpoint {folder}", f"is of format {version}; this version reads format {FORMAT}.")
+        raise CheckpointError(asked, f"cannot be read: {error.strerror}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(asked, f"has a broken {MANIFEST} ({type(error).__name__}: {error}).") from error
+    if version != FORMAT:
+        raise CheckpointError(asked, f"is of format {version}; this version reads format {FORMAT}.")
+    if sealed != seal(manifest):
+        raise CheckpointError(asked, f"has a {MANIFEST} that differs from its own SHA-256.")
+    if step_of(folder) not in (None, step):
+        raise CheckpointError(asked, f"holds step {step}.", f"Call it {folder_name(step)} again.")
     return Stored(folder, step, manifest)
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest but for its own seal. Files are covered by their SHA-256 in it, and it by this."""
+    rest = {name: value for name, value in manifest.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(stored: Stored, *, hashes: bool) -> None:
@@ -101,15 +113,15 @@ def check_files(stored: Stored, *, hashes: bool) -> None:
     Raises:
         CheckpointError: a file is missing, cut short or changed.
     """
+    asked = f"checkpoint {stored.path}"
     for name, facts in stored.manifest["files"].items():
         path = stored.path / name
         if Path(name).name != name or not path.is_file():
-            raise CheckpointError(f"checkpoint {stored.path}", f"lacks {name}.")
+            raise CheckpointError(asked, f"lacks {name}.")
         if path.stat().st_size != facts["bytes"]:
-            size = path.stat().st_size
-            raise CheckpointError(f"checkpoint {stored.path}", f"has {size} of {facts['bytes']} bytes of {name}.")
+            raise CheckpointError(asked, f"has {path.stat().st_size} of {facts['bytes']} bytes of {name}.")
         if hashes and file_sha256(path) != facts["sha256"]:
-            raise CheckpointError(f"checkpoint {stored.path}", f"has a {name} that differs from its SHA-256.")
+            raise CheckpointError(asked, f"has a {name} that differs from its SHA-256.")
 
 
 def is_whole(folder: Path) -> bool:
@@ -140,48 +152,58 @@ def newest_good(root: Path, *, hashes: bool) -> tuple[Stored | None, list[str]]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}", f"cannot be read: {error.strerror}.") from error
 
 
 def weights_sha256(path: Path) -> str:
     """The digest of a model.safetensors: for each sorted name, its dtype and shape as text ended by 0, then the bytes.
 
     Raises:
-        CheckpointError: it is no safetensors file.
+        CheckpointError: it cannot be read, or is no safetensors file.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        base, header = _header(path, file.read(8), file)
-        for name in sorted(header):
-            entry = header[name]
-            shape = ",".join(map(str, entry["shape"]))
-            for text in (name, _DTYPES[entry["dtype"]], shape):
-                digest.update(text.encode() + b"\0")
-            start, end = entry["data_offsets"]
-            file.seek(base + start)
-            _update(digest, file, end - start)
+    try:
+        with path.open("rb") as file:
+            base, entries = _header(path, file)
+            for name, (dtype, shape, start, end) in sorted(entries.items()):
+                digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
+                file.seek(base + start)
+                _update(digest, file, end - start, path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}", "is missing.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}", f"has a broken safetensors header ({why}).") from error
     return digest.hexdigest()
 
 
-def _header(path: Path, prefix: bytes, file: Any) -> tuple[int, dict[str, Any]]:
+def _header(path: Path, file: IO[bytes]) -> tuple[int, dict[str, tuple[str, str, int, int]]]:
     """Where tensors start, and their entries (https://github.com/safetensors/safetensors, "Format")."""
+    prefix = file.read(8)
     size = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or size > path.stat().st_size - 8:
         raise CheckpointError(f"{path}", "is no safetensors file.")
-    try:
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        return 8 + size, dict(header)
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}", f"has a broken safetensors header ({error}).") from error
+    entries = {}
+    for name, entry in json.loads(file.read(size)).items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            entries[name] = (_DTYPES[entry["dtype"]], ",".join(map(str, entry["shape"])), start, end)
+    return 8 + size, entries
 
 
-def _update(digest: Any, file: Any, count: int) -> None:
+def _update(digest: Any, file: IO[bytes], count: int, path: Path) -> None:
     while count:
         chunk = file.read(min(count, 1 << 20))
         if not chunk:
-            raise CheckpointError("a model file", f"ends {count} bytes early.")
+            raise CheckpointError(f"{path}", f"ends {count} bytes early.")
         digest.update(chunk)
         count -= len(chunk)

@@ -162,7 +162,7 @@ def _watch(ranks: Sequence[BaseProcess], room: Path, board: mmap.mmap, patience:
         if decide_at is None and any(w.failed or w.stopped_s or w.silent_s for w in witnesses):
             decide_at = time.monotonic() + GRACE_S
         if decide_at is not None:
-            if any((w.exit_code or 0) < 0 for w in witnesses):
+            if any((w.exit_code or 0) < 0 or w.stopped_s for w in witnesses):
                 decide_at = min(decide_at, time.monotonic() + GRACE_AFTER_DEATH_S)
             if time.monotonic() >= decide_at or all(w.ended for w in witnesses):
                 return find_cause(witnesses)

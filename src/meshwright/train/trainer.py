@@ -147,8 +147,9 @@ class Trainer:
             f"model: {name}, {count:,} parameters, {self.recipe.precision.compute} on {self.world.device.type}",
             f"data: {self.about_data}" if self.about_data else "",
             self.order.sentence(),
-            f"batch: {batch.global_batch_size} samples a step = {ranks} rank{'s' * (ranks > 1)} x "
-            f"{batch.num_microbatches} microbatch{'es' * (batch.num_microbatches > 1)} x {batch.microbatch_size} samples ({self.layout.word})",
+            f"batch: {batch.global_batch_size} samples a step = {_counted(ranks, 'rank')} x "
+            f"{_counted(batch.num_microbatches, 'microbatch', 'es')} x {batch.microbatch_size} samples "
+            f"({self.layout.word})",
             self.lr_scaling.line,
         ]
         return [line for line in lines if line]
@@ -161,9 +162,13 @@ class Trainer:
         return [
             f"{len(norms)} batch norm layers ({norms[0]}, ...) take their statistics from each microbatch of "
             f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; "
-            "accumulation does not change that. Running statistics are averaged over ranks before they are used or saved. "
-            "GroupNorm or LayerNorm has no such effect."
+            "accumulation does not change that. Running statistics are averaged over ranks before they are used or "
+            "saved. GroupNorm or LayerNorm has no such effect."
         ]
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def _source(recipe: Recipe, world: World, parts: Parts) -> tuple[Source, str, int | None]:

@@ -142,14 +142,14 @@ def _init_process_group(world: World) -> None:
     timeout = timedelta(seconds=world.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     device_id = world.device if world.device.type == "cuda" else None
+    if world.world_size == 1:
+        store = HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        return
     if world.local_world_size == world.world_size:
         # All ranks are on this host. Gloo would look its name up, and a name that resolves to an address
         # of another interface, or slowly, is a classic way to hang at the start.
         loopback = loopback_interface()
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    if world.world_size == 1:
-        store = HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
