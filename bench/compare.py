@@ -142,9 +142,9 @@ def _line(rounds: Sequence[Round], other: str, field: str, title: str, unit: str
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="meshwright beside a hand-written loop, as ratios")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of one run a side (default: 4)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each run (default: 40)")
-    parser.add_argument("--skip", type=int, default=10, help="the window begins after this step (default: 10)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of one run a side (default: 6)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each run (default: 30)")
+    parser.add_argument("--skip", type=int, default=8, help="the window begins after this step (default: 8)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2); 1 runs the loop without torchrun")
     parser.add_argument("--recipe", type=Path, default=HERE / "recipe.toml", help="what both train")
     parser.add_argument("--fork", action="store_true", help="also the hand loop with forked ranks")

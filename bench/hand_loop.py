@@ -122,7 +122,7 @@ def train(recipe: dict[str, Any], out: Path) -> None:
 
 
 def forked(rank: int, world: int, recipe: dict[str, Any], out: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     train(recipe, out)
 
 
@@ -137,9 +137,13 @@ if __name__ == "__main__":
     described = tomllib.loads(options.recipe.read_text())
     described["train"]["steps"] = options.steps or described["train"]["steps"]
     if options.fork:
+        import socket
+
         import torch.multiprocessing as mp
 
-        os.environ.setdefault("PORT", "29417")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
         mp.start_processes(forked, (options.fork, described, options.out), options.fork, start_method="fork")
     else:
         train(described, options.out)

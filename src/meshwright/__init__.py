@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.version import __version__
+
 if TYPE_CHECKING:
     from meshwright.api import launch, setup
 
 __all__ = ["__version__", "launch", "setup"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -18,3 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

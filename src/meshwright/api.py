@@ -24,12 +24,14 @@ import torch.nn as nn
 from meshwright.errors import SpecError
 from meshwright.spec.load import from_table
 from meshwright.train import stored
+from meshwright.train.buffers import KeptBuffers
 from meshwright.train.launch import launch
 from meshwright.train.loader import Batch, Microbatch
-from meshwright.train.loss import LossFunction, Pair
+from meshwright.train.loss import LossFunction, Pair, described, is_pair
 from meshwright.train.run import Run as InnerRun
 from meshwright.train.run import begin_run
-from meshwright.train.step import StepResult, StepSums, take_step, weighed
+from meshwright.train.step import StepResult, take_step, weighed
+from meshwright.train.sums import StepSums
 from meshwright.train.trainer import Parts
 from meshwright.train.world import World, join_world
 
@@ -88,11 +90,11 @@ def setup(
     recipe = from_table(table, where="setup()")
     factory = optimizer if callable(optimizer) else None
     parts = Parts(model=model, data=data, loss=loss, optimizer=factory, collate=collate)
-    leave = ExitStack()
-    world = leave.enter_context(join_world(recipe.train.timeout_s))
-    inner = begin_run(recipe, folder, resume=resume, world=world, parts=parts, progress=progress)
-    leave.callback(inner.close)
-    return Run(inner, leave)
+    with ExitStack() as stack:  # a setup that is refused leaves the world again
+        world = stack.enter_context(join_world(recipe.train.timeout_s))
+        inner = begin_run(recipe, folder, resume=resume, world=world, parts=parts, progress=progress)
+        stack.callback(inner.close)
+        return Run(inner, leave=stack.pop_all())
 
 
 def _steps_before(folder: Path | None, resume: bool) -> int:
@@ -223,6 +225,7 @@ class Step:
     def __init__(self, inner: InnerRun, number: int, stream: Iterator[Microbatch]) -> None:
         self._inner, self.number, self._stream = inner, number, stream
         self._mine: list[Microbatch] = []
+        self._lives: list[LiveMicrobatch] = []
         self._sums: StepSums | None = None
         self._began = 0.0
         self._result: StepResult | None = None
@@ -241,31 +244,47 @@ class Step:
 
     def train(self) -> StepResult:
         """Forward, backward and update, with the loss function that setup() was given."""
+        self._require_fresh()
         self._result = self._inner.step(self._stream)
         return self._result
 
+    def _require_fresh(self) -> None:
+        """The stream of microbatches goes one way: what was taken from it cannot be taken again."""
+        if self._result is not None:
+            raise SpecError(f"step {self.number}", "has been trained already.", "Ask run.steps() for the next.")
+        if self._sums is not None:
+            raise SpecError(f"step {self.number}", "has given out its microbatches.", "Call step.update() after them.")
+
     def microbatches(self) -> Iterator[LiveMicrobatch]:
         """This rank's microbatches, for a hand-written step; each needs its `backward`."""
+        self._require_fresh()
         stepper = self._inner.trainer.stepper
         self._began, self._sums = time.perf_counter(), stepper.begin()
         self._mine = take_step(self._stream, stepper.rules.batch)
         for microbatch in self._mine:
-            batch = stepper.prepare(microbatch, reduce=microbatch.last or stepper.rules.sync == "every")
-            live = LiveMicrobatch(self._inner, self._sums, microbatch, batch)
-            yield live
+            batch = stepper.prepare(microbatch, reduce=stepper.reduces(microbatch))
+            self._lives.append(LiveMicrobatch(self._inner, self._sums, microbatch, batch))
+            yield self._lives[-1]
+            self._require_backward()
+
+    def _require_backward(self) -> None:
+        for live, microbatch in zip(self._lives, self._mine, strict=False):
             if not live.used:
-                raise SpecError(
-                    f"microbatch {microbatch.index} of step {self.number}",
-                    "had no backward.",
-                    "Call its backward(sum, count).",
-                )
+                where = f"microbatch {microbatch.index} of step {self.number}"
+                raise SpecError(where, "had no backward.", "Call its backward(sum, count).")
 
     def update(self) -> StepResult:
         """Combine the ranks, clip, and update; after all microbatches."""
-        if self._sums is None or not self._sums.totals:
+        if self._result is not None:
+            raise SpecError(f"step {self.number}", "had its update already.")
+        if self._sums is None:
             raise SpecError(
                 f"step {self.number}", "has no gradients.", "Run its microbatches first, or call step.train()."
             )
+        self._require_backward()
+        if len(self._lives) < len(self._mine):
+            rule = f"has run {len(self._lives)} of its {len(self._mine)} microbatches on this rank."
+            raise SpecError(f"step {self.number}", rule, "Each needs its backward before step.update().")
         stepper = self._inner.trainer.stepper
         self._result = stepper.finish(self._sums, self._mine, [None], replay=False)
         self._inner.after(self._result, time.perf_counter() - self._began)
@@ -285,6 +304,7 @@ class LiveMicrobatch:
     def __init__(self, inner: InnerRun, sums: StepSums, microbatch: Microbatch, batch: Batch) -> None:
         self._inner, self._sums, self._microbatch = inner, sums, microbatch
         self.batch, self.ids, self.used = batch, microbatch.ids, False
+        self._before = None if len(self.ids) else KeptBuffers(inner.trainer.model)
 
     def backward(self, total: torch.Tensor, count: torch.Tensor | float) -> None:
         """Add this microbatch to the gradients.
@@ -295,6 +315,11 @@ class LiveMicrobatch:
         """
         if self.used:
             raise SpecError(f"microbatch {self._microbatch.index}", "had its backward already.")
-        self.used = True
+        if not is_pair((total, count)):
+            asked = f"backward of microbatch {self._microbatch.index}"
+            raise SpecError(asked, f"got {described((total, count))}; it takes a scalar sum, undivided, and a count.")
+        if self._before is not None:  # the rows of a stand-in are another microbatch's
+            self._before.put_back()
         pairs = weighed(self._microbatch, [Pair(total, count)])
         self._inner.trainer.stepper.backward(self._sums, self._microbatch, pairs, [None])
+        self.used = True

@@ -86,6 +86,7 @@ CASES: list[tuple[list[str], str, list[str]]] = [
     (["data.build=a:b", "data.path=x"], "data.path", ["beside data.build", "root"]),
     (["data.build=a:b", "data.tokenizer=bytes"], "data.tokenizer", ["means nothing to build"]),
     (["data.token_dtype=uint16"], "data.token_dtype", ["means nothing to python-stdlib", "tokens"]),
+    (["data.source=tokens", "data.path=x", "data.pack=false"], "data.pack", ["where its documents end"]),
     (["data.build=pkg.mod.f"], "data.build", ["package.module:function", '"pkg.mod:f"']),
     (["data.build=pkg/mod.py:f"], "data.build", ["package.module:function"]),
     (["data.build=a:b", "data.since=2020-01-01"], "data.since", ["2020-01-01", "a date", 'Nearest: "2020-01-01"']),

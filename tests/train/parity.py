@@ -105,16 +105,16 @@ def joined_ids(ranks: list[Record]) -> list[list[int]]:
 def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
     """Largest difference over the whole model, relative to its largest value (some true gradients are zero)."""
     assert list(ours) == list(theirs)
-    top = max(float(t.abs().max()) for t in theirs.values())
-    return max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs) / top
+    top = max((float(t.abs().max()) for t in theirs.values()), default=0.0) or 1.0
+    return max((float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs), default=0.0) / top
 
 
 def largest_distances(ours: Record, theirs: Record) -> dict[str, float]:
     """How far two trainings are apart, at their worst step."""
     pairs = zip(ours.gradients, theirs.gradients, strict=True)
     return {
-        "loss": max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
-        "norm": max(abs(a - b) / abs(b) for a, b in zip(ours.norms, theirs.norms, strict=True)),
+        "loss": max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(ours.losses, theirs.losses, strict=True)),
+        "norm": max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(ours.norms, theirs.norms, strict=True)),
         "gradient": max(distance(a, b) for a, b in pairs),
         "weight": distance(ours.weights, theirs.weights),
     }

@@ -58,7 +58,9 @@ def loaded_in(
     world: Any, table: Mapping[str, Any], folder: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights and optimizer state of this rank right after resuming."""
-    with contextlib.closing(begin_run(from_table(table), Path(folder), resume=True, world=world, progress=False)) as run:
+    with contextlib.closing(
+        begin_run(from_table(table), Path(folder), resume=True, world=world, progress=False)
+    ) as run:
         state = run.trainer.state
         return state.weights(), {name: t.clone() for name, t in named_state(state.optimizer).items()}
 

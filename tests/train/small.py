@@ -65,7 +65,7 @@ def small_table(steps: int = 4, **changes: Mapping[str, Any]) -> dict[str, Any]:
         "data": {"build": "train.small:Points", "workers": 0},
         "loss": {"build": "train.small:loss"},
         "batch": {"global_batch_size": 12, "microbatch_size": 2},
-        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.3},
         "precision": {"compute": "fp64"},
         "train": {"steps": steps, "seed": 5},
     }
@@ -105,7 +105,7 @@ def by_hand(
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         record.ids.append(list(samples))
-        record.losses.append(float(mean))
+        record.losses.append(float(mean.detach()))
         record.norms.append(float(norm))
         record.rates.append(rate)
     record.weights.update({n: t.detach().clone() for n, t in sorted(model.state_dict().items())})

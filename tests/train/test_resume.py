@@ -81,7 +81,9 @@ def assert_close(folder: Path, whole: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_every_rank_holds_the_saved_state_bit_by_bit(run_ranks, runs, optimizer, before, after) -> None:
     folder = copied(runs(optimizer, before, STOP), f"{optimizer}-{before}-in-{after}")
-    saved = [load_file(folder / f"checkpoints/step-0000000{STOP}/{name}.safetensors") for name in ("model", "optimizer")]
+    saved = [
+        load_file(folder / f"checkpoints/step-0000000{STOP}/{name}.safetensors") for name in ("model", "optimizer")
+    ]
     for held in run_ranks(after, loaded_in, table_of(optimizer), str(folder)):
         for ours, theirs in zip(held, saved, strict=True):
             assert sorted(ours) == sorted(theirs) and ours

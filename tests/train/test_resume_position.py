@@ -6,6 +6,7 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import torch.nn as nn
 from safetensors.torch import load_file
 
 import meshwright
-from meshwright.errors import SpecError
+from meshwright.errors import CheckpointError, SpecError
 from meshwright.spec.load import from_table
 from meshwright.spec.optimizers import OPTIMIZERS
 from meshwright.train.run import begin_run
-from train.runs import changed, rows, run_in, small_table, steps_in, summary_of
+from meshwright.train.trainer import Parts
+from train.runs import changed, rows, run_in, steps_in, summary_of
 
 
 class Numbers:
@@ -247,14 +249,24 @@ class OneTrains(nn.Module):
         return out
 
 
-def test_state_of_a_parameter_that_was_frozen_is_still_in_the_next_checkpoint(run_ranks, tmp_path, monkeypatch) -> None:
-    """B073: train a and b, freeze a, save again: the momentum of a must be there."""
+def resume_frozen(world: Any, table: dict[str, Any], folder: str) -> None:
+    """The recipe says the same, and the Python object is another."""
+    parts = Parts(model=OneTrains(frozen=True))
+    begin_run(from_table(table), Path(folder), resume=True, world=world, parts=parts, progress=False).close()
+
+
+def test_the_state_of_a_parameter_that_is_frozen_now_is_not_dropped_in_silence(run_ranks, tmp_path) -> None:
+    """B073: train a and b, freeze a: that is another training, in the recipe or in Python."""
     here = "train.test_resume_position:OneTrains"
     table = numbers_table(4, 6, model={"build": here, "frozen": False})
     frozen = numbers_table(4, 6, model={"build": here, "frozen": True})
     run_ranks(1, run_in, changed(table, train={"stop_after": 3}), str(tmp_path))
     with pytest.raises(SpecError, match=r"model.arguments was .*false.*, now .*true"):
         run_ranks(1, run_in, frozen, str(tmp_path), True)
+    with pytest.raises(CheckpointError, match=r"state of parameters that are not trained now: a.bias, a.weight\."):
+        run_ranks(1, resume_frozen, table, str(tmp_path))
+    (told,) = run_ranks(1, run_in, table, str(tmp_path), True)
+    assert "momentum_buffer/a.weight" in load_file(tmp_path / told.summary["checkpoint"] / "optimizer.safetensors")
 
 
 def owned(world: Any, folder: str, stop: int, total: int, resume: bool, **sections: Any) -> tuple[int, dict[str, Any]]:
@@ -273,8 +285,8 @@ def owned(world: Any, folder: str, stop: int, total: int, resume: bool, **sectio
 
 
 def call_owned(world: Any, options: dict[str, Any]) -> tuple[int, dict[str, Any], str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    out, joined = io.StringIO(), contextlib.nullcontext(world)  # the pool's ranks have joined already
+    with contextlib.redirect_stdout(out), mock.patch("meshwright.api.join_world", return_value=joined):
         begun, summary = owned(world, **options)
     return begun, summary, out.getvalue()
 
@@ -291,7 +303,7 @@ def test_a_loop_of_the_users_own_resumes(run_ranks, tmp_path) -> None:
     assert [begun for begun, _, _ in ranks] == [4, 4]
     assert ranks[0][1]["weights_sha256"] == ranks[1][1]["weights_sha256"] == summary["weights_sha256"]
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
-    assert 'steps = 8\n' in (tmp_path / "cut/recipe.toml").read_text()
+    assert "steps = 8\n" in (tmp_path / "cut/recipe.toml").read_text()
 
 
 def test_a_loop_of_another_length_is_refused_on_resume(run_ranks, tmp_path) -> None:

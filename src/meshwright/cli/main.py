@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn, final
 
-from meshwright import __version__
 from meshwright.errors import MeshwrightError
+from meshwright.version import __version__
 
 EPILOG: Final = """\
 exit codes: 0 done; 2 a wrong description; 4 a failed run; 5 a checkpoint; 70 our own bug; 130 Ctrl-C
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe (`| head`) has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _discard_stdout()
         return 0
     except Exception as error:
         text = f"meshwright failed by a fault of its own: {type(error).__name__}: {error}"
@@ -71,6 +71,11 @@ def _say(error: Exception, text: str, debug: bool) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _discard_stdout() -> None:
+    """The reader of a pipe (`| head`) has left: the interpreter's last flush must not complain of that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @final
 class _Parser(argparse.ArgumentParser):
     """Refuses as the rest of the program does: with the nearest word that exists. No word is taken for a longer one."""
@@ -81,6 +86,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit."""
         self.exit(2, f"error: {self.prog}: {message}. {self._nearest(message)}See {self.prog} --help.\n")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, to whoever still reads it."""
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except BrokenPipeError:
+            _discard_stdout()
 
     def words(self) -> Iterator[str]:
         """Every command, action and flag from here down."""

@@ -16,7 +16,7 @@ from meshwright.parallel.mesh import Mesh
 def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parallel:
     """Average gradients over the data-parallel ranks in buckets, while backward still runs.
 
-    DDP reduces the gradients of what went through its `forward`, and silently no others. So the objective passes through
+    DDP reduces the gradients of what went through its `forward`, and silently no others. So the objective goes through
     it last, unchanged: whatever a loss function or a user's own loop called on the way there has then been seen.
 
     Args:

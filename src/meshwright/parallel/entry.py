@@ -39,7 +39,7 @@ def _nothing() -> None:
 class Parallel:
     """A model that has been spread over the mesh.
 
-    A step calls, for each microbatch: `set_sync`, `entry`, `before_backward` and backward; and after the last: `settle`.
+    A step calls, for each microbatch, `set_sync`, `entry`, `before_backward` and backward, and after the last `settle`.
 
     Attributes:
         bare: the user's module; its parameter names are those of checkpoints.

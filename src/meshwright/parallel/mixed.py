@@ -1,9 +1,9 @@
 """Compute in another type than the masters': copies of the weights and casts of the inputs.
 
 One precision rule holds on all layouts, that of FSDP2's MixedPrecisionPolicy: fp32 masters, forward and backward on
-parameters and inputs cast to the compute type, outputs in fp32, gradients accumulated and reduced in fp32. Under data parallelism the
-copies are a differentiable step in front of the model: the gradients arrive at the masters in fp32, and everything
-behind them (buckets, accumulation, parameters without a gradient, the optimizer) is as in full precision.
+parameters and inputs cast to the compute type, outputs in fp32, gradients accumulated and reduced in fp32. Under data
+parallelism the copies are a differentiable step in front of the model: the gradients arrive at the masters in fp32, and
+all behind them (buckets, accumulation, parameters without a gradient, the optimizer) is as in full precision.
 """
 
 from __future__ import annotations

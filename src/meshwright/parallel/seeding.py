@@ -12,9 +12,11 @@ point seeds torch's default generators, so everything inside draws numbers of it
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any, final
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -74,6 +76,9 @@ class MicrobatchSeeds:
         self._position = mixed((mixed((self._base + step * _GOLDEN) & _MASK) + (microbatch + 1) * _GOLDEN) & _MASK)
         self._calls.clear()
         self._give(self._position >> 1)
+        if self._models:  # a loss function of the user's own may draw from these
+            random.seed(self._position)
+            numpy.random.seed(self._position & 0xFFFFFFFF)
 
     def attach(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]] | None = None) -> list[RemovableHandle]:
         """Register the seeding points as forward pre-hooks; they act while their module is in training mode.
@@ -102,7 +107,8 @@ class MicrobatchSeeds:
             if module.training:
                 self._enter(key)
 
-        return seed_here
+        # To torch.compile this is no part of the graph.
+        return torch.compiler.disable(seed_here)  # type: ignore[no-untyped-call]
 
     def _enter(self, key: int) -> None:
         before = torch.default_generator.initial_seed()

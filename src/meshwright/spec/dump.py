@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.sections import KEYS_OF_OTHER_MODELS, DataSection, ModelSection, Section
+from meshwright.spec.sections import KEYS_OF_OTHER_MODELS, DataSection, ModelSection, OptimizerSection, Section
 
 
 def to_table(recipe: Recipe) -> dict[str, Any]:
@@ -47,6 +47,8 @@ def _meaningless(section: Section) -> tuple[str, ...]:
             return tuple(f.name for f in dataclasses.fields(section) if f.name not in ("hf", "build", "arguments"))
         case DataSection(source=source) if source != "tokens":
             return ("token_dtype",)
+        case OptimizerSection(build=str()):
+            return ("name",)
         case _:
             return ()
 

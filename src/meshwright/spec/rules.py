@@ -147,6 +147,8 @@ def tokenizer_where_text(recipe: Recipe, given: frozenset[str]) -> Iterator[Faul
     if recipe.data.tokenizer is not None and source not in ("text", "python-stdlib"):
         rule = f"means nothing to {source}; text and python-stdlib have one."
         yield Fault("data.tokenizer", rule, "Leave it out.")
+    if not recipe.data.pack and source == "tokens":
+        yield Fault("data.pack", "is false, and a file of ids does not say where its documents end.", "Leave it out.")
     if "data.token_dtype" in given and source != "tokens":
         yield Fault("data.token_dtype", f"means nothing to {source}; tokens has one.", "Leave it out.")
 
@@ -276,7 +278,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (vocab_holds_bytes, ("model.name", "model.vocab_size", "data.source", "data.build", "data.tokenizer")),
     (one_source, ("data.source", "data.build")),
     (path_where_read, ("data.source", "data.build", "data.path")),
-    (tokenizer_where_text, ("data.source", "data.build", "data.tokenizer", "data.token_dtype")),
+    (tokenizer_where_text, ("data.source", "data.build", "data.tokenizer", "data.token_dtype", "data.pack")),
     (builds_are_functions, ("model.build", "data.build", "loss.build", "optimizer.build")),
     (optimizer_exists, ("optimizer.name", "optimizer.build", "optimizer.groups")),
     (muon_takes_matrices, ("optimizer.name", "model.name")),

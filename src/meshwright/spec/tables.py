@@ -103,16 +103,17 @@ def _is_own(name: str, key: str, part: Table) -> bool:
 def _open_table(name: str, section: type, extra: Table, has_build: bool) -> tuple[dict[str, Table], list[Fault]]:
     """The section's open table, if it has one, and what is wrong with the keys that no field declares."""
     keys = section_keys(section)
-    if name == "optimizer":
+    if name == "optimizer" and not has_build:
         options = {option: None for known in OPTIMIZERS.values() for option in known.options}
         strange = [
             unknown_key(name, key, [*keys, *options]) for key in extra if key not in options and key not in REFUSED
         ]
         unknown = {fault.where.removeprefix("optimizer.") for fault in strange}
         return {"options": _plain({key: value for key, value in extra.items() if key not in unknown})}, strange
-    if name in ("model", "data") and has_build:
+    if name in ("model", "data", "optimizer") and has_build:
         found = [plain_fault(f"{name}.{key}", value) for key, value in extra.items()]
-        return {"arguments": _plain(extra)}, [fault for fault in found if fault]
+        held = "options" if name == "optimizer" else "arguments"
+        return {held: _plain(extra)}, [fault for fault in found if fault]
     return {}, [unknown_key(name, key, keys) for key in extra]
 
 

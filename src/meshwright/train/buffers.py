@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 import torch.nn as nn
 
 
@@ -14,7 +13,7 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, name, buffer, buffer.clone())
+            (module, name, buffer, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -22,7 +21,8 @@ class KeptBuffers:
 
     def put_back(self) -> None:
         """Make every buffer what it was."""
-        with torch.no_grad():
-            for module, name, buffer, before in self._kept:
-                buffer.copy_(before)
-                module._buffers[name] = buffer
+        for module, name, buffer, before in self._kept:
+            module._buffers[name] = buffer
+            # Through `.data`, which autograd does not watch: a backward pass to come may need this buffer, and finds it
+            # as it was.
+            buffer.data.copy_(before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.errors import CheckpointError
 from meshwright.models.digest import state_items, weights_sha256
 from meshwright.train import stored
-from meshwright.train.optimizer import load_named_state, named_state
+from meshwright.train.optimizer import NAMES, load_named_state, named_state
 from meshwright.train.step import local
 from meshwright.train.stored import MANIFEST, MODEL, OPTIMIZER, SEAL, Stored
 
@@ -153,6 +153,7 @@ def load(checkpoint: Stored, state: State) -> None:
     weights, moments = _read(checkpoint.path / MODEL), _read(checkpoint.path / OPTIMIZER)
     wanted = dict(state_items(state.model))
     _require_same(checkpoint, weights, wanted)
+    _require_trained(checkpoint, moments, state.optimizer)
     with torch.no_grad():
         for name, tensor in wanted.items():
             local(tensor).copy_(weights[name])
@@ -168,13 +169,30 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
+def _require_trained(checkpoint: Stored, moments: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to drop the state of parameters that were trained and are frozen now."""
+    trained = {name for group in optimizer.param_groups for name in group[NAMES]}
+    frozen = sorted({key.partition("/")[2] for key in moments} - trained)
+    if frozen:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}",
+            f"has optimizer state of parameters that are not trained now: {_first(frozen)}.",
+            "The model must be the one that was saved.",
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
     other = [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
     for names, what in ((missing, "lacks"), (extra, "has beyond the model's"), (other, "has in another shape")):
         if names:
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}", f"{what}: {listed}.", "The model must be the one that was saved."
+                f"checkpoint {checkpoint.path}",
+                f"{what}: {_first(names)}.",
+                "The model must be the one that was saved.",
             )

@@ -69,16 +69,16 @@ class PackedRows:
         """`tokens` and `labels` of these rows, each (b, s) int64."""
         at = ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (b, s + 1)
         window = self.ids[at].astype(np.int64)
-        if self.vocab_size is not None and (window.max() >= self.vocab_size or window.min() < 0):
-            self._refuse(ids, window, self.vocab_size)
+        if window.min() < 0 or (self.vocab_size is not None and window.max() >= self.vocab_size):
+            self._refuse(ids, window)
         return {"tokens": window[:, :-1], "labels": window[:, 1:]}
 
-    def _refuse(self, ids: Ids, window: NDArray[np.int64], vocab_size: int) -> None:
-        bad = (window >= vocab_size) | (window < 0)
+    def _refuse(self, ids: Ids, window: NDArray[np.int64]) -> None:
+        bad = (window < 0) | (window >= (np.iinfo(np.int64).max if self.vocab_size is None else self.vocab_size))
         row, column = (int(x) for x in np.argwhere(bad)[0])
         raise DataError(
             f"token id {window[row, column]} in row {ids[row]}",
-            f"is outside the vocabulary of {vocab_size}.",
+            "is below 0." if window[row, column] < 0 else f"is outside the vocabulary of {self.vocab_size}.",
             "Set model.vocab_size above the largest id, or data.token_dtype to the type that the file has.",
         )
 
@@ -145,7 +145,7 @@ def load_corpus(data: DataSection, vocab_size: int | None = None) -> Corpus:
     ids, ends = _encode(paths, tokenizer)
     rows: TokenRows = PackedRows(ids, data.seq_len) if data.pack else _padded(ids, ends, data.seq_len)
     where = data.path if data.source == "text" else "the Python standard library's source"
-    about = f"{where}: {len(paths)} files, {len(ids):,} tokens, {rows.num_rows:,} rows of {data.seq_len}"
+    about = f"{where}: {len(paths)} files, {_counts(rows, data)}"
     return _non_empty(Corpus(rows, tokenizer.vocab_size, about), len(ids), data)
 
 
@@ -166,7 +166,7 @@ def _text_files(path: str) -> list[Path]:
     if root.is_file():
         return [root]
     if root.is_dir():
-        found = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")]
+        found = [p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root))]
     else:
         found = [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]
     if not found:
@@ -174,6 +174,11 @@ def _text_files(path: str) -> list[Path]:
             f"data.path = {path!r}", "is no file, no folder with files and no glob that matches one.", _nearby(root)
         )
     return sorted(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Hidden, or in a hidden folder, as .git is."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _nearby(path: Path) -> str:
@@ -225,8 +230,14 @@ def _token_file(data: DataSection, vocab_size: int | None) -> Corpus:
         )
     ids: Tokens = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     rows = PackedRows(ids, data.seq_len, vocab_size)
-    about = f"{path}: {len(ids):,} tokens, {rows.num_rows:,} rows of {data.seq_len}"
-    return _non_empty(Corpus(rows, None, about), len(ids), data)
+    return _non_empty(Corpus(rows, None, f"{path}: {_counts(rows, data)}"), len(ids), data)
+
+
+def _counts(rows: TokenRows, data: DataSection) -> str:
+    """How many tokens and rows, and what packing leaves."""
+    text = f"{len(rows.ids):,} tokens, {rows.num_rows:,} rows of {data.seq_len}"
+    left = len(rows.ids) - 1 - rows.num_rows * data.seq_len if data.pack else 0
+    return f"{text}; the last {left} tokens fill no row" if left > 0 else text
 
 
 def _non_empty(corpus: Corpus, num_tokens: int, data: DataSection) -> Corpus:

@@ -8,22 +8,24 @@ rank; else from a forward pass without gradients over the rank's microbatches, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
+from meshwright.errors import SpecError
+from meshwright.train.buffers import KeptBuffers
 from meshwright.train.loader import Microbatch, to_device
-from meshwright.train.loss import Pair
+from meshwright.train.loss import Pair, divisor
 
 if TYPE_CHECKING:
     from meshwright.train.step import Stepper
 
 Weights = list[torch.Tensor | None]
 """What each pair's sum is multiplied by before backward; [None] for one pair, divided at the end of the step."""
+
+SAME_COUNT: Final = 1e-6
+"""Counts are sums of whole numbers mostly, but weights of samples may be counted too, in fp32."""
 
 
 def counts_first(stepper: Stepper, mine: list[Microbatch], pairs: list[Pair] | None = None) -> Weights:
@@ -33,21 +35,34 @@ def counts_first(stepper: Stepper, mine: list[Microbatch], pairs: list[Pair] | N
         stepper: whose loss function it is.
         mine: this rank's microbatches of the step.
         pairs: what the forward pass of the first microbatch gave; None before it.
+
+    Raises:
+        SpecError: the loss function's `counts` gives no list of numbers.
     """
-    counts = getattr(stepper.loss, "counts", None)
-    if callable(counts):
-        found = [(m, counts(to_device(m.batch, stepper.mesh.device))) for m in mine]
-        return _weights(stepper, [[_scalar(stepper, n if len(m.ids) else 0.0) for n in row] for m, row in found])
+    if callable(getattr(stepper.loss, "counts", None)):
+        return _weights(stepper, [_said(stepper, microbatch) for microbatch in mine])
     if pairs is None:
         return []
     if len(pairs) == 1:
         return [None]
     rows = [[_scalar(stepper, pair.count) for pair in pairs]]
-    with torch.no_grad(), _buffers_kept(stepper.parallel.bare):
+    before = KeptBuffers(stepper.parallel.bare)  # batch norm must not see a microbatch twice
+    with torch.no_grad():
         rows += [[_scalar(stepper, p.count) for p in stepper.forward(m, reduce=False)] for m in mine[1:]]
+    before.put_back()
     stepper.seeds.at(mine[0].step, mine[0].index)
-    stepper.parallel.set_sync(mine[0].last)
+    stepper.parallel.set_sync(stepper.reduces(mine[0]))
     return _weights(stepper, rows)
+
+
+def _said(stepper: Stepper, microbatch: Microbatch) -> list[torch.Tensor]:
+    """What `loss.counts` says of a microbatch; a stand-in has none."""
+    counts = stepper.loss.counts(to_device(microbatch.batch, stepper.mesh.device))  # type: ignore[attr-defined]
+    try:
+        return [_scalar(stepper, count if len(microbatch.ids) else 0.0) for count in counts]
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = f"returned a {type(counts).__name__}; it must return a list of numbers, one count for each pair."
+        raise SpecError("counts of the loss function", rule) from error
 
 
 def _scalar(stepper: Stepper, count: Any) -> torch.Tensor:
@@ -55,16 +70,28 @@ def _scalar(stepper: Stepper, count: Any) -> torch.Tensor:
 
 
 def _weights(stepper: Stepper, rows: list[list[torch.Tensor]]) -> Weights:
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise SpecError("the loss function", f"returned {lengths[0]} and {lengths[1]} pairs in one step.")
     counts = torch.stack([torch.stack(row) for row in rows]).sum(0)  # (pairs,)
     if stepper.mesh.layout.dp_degree > 1:
         dist.all_reduce(counts)
-    return [None] if len(counts) == 1 else list(1.0 / counts.clamp(min=1.0))
+    return [None] if len(counts) == 1 else list(1.0 / torch.where(counts > 0, counts, 1.0))
 
 
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers back afterwards: batch norm must not see a microbatch twice."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    for buffer, before in saved:
-        buffer.copy_(before)
+def require_counts(counts: list[float], weights: list[float | None]) -> None:
+    """Refuse counts that are none, or other ones than the pairs were weighted by.
+
+    Args:
+        counts: of each pair, over the whole step.
+        weights: what the pairs' sums were multiplied by; None where that is to come.
+
+    Raises:
+        SpecError: naming the pair.
+    """
+    for i, (count, weight) in enumerate(zip(counts, weights, strict=True)):
+        if count < 0:
+            raise SpecError("the loss function", f"counted {count:g} for pair {i} in one step; at least 0 can be.")
+        if weight is not None and abs(weight * divisor(count) - 1.0) > SAME_COUNT:
+            rule = f"said {1 / weight:g} of pair {i} before the step, and {count:g} came with its sums."
+            raise SpecError("the loss function", rule, "`loss.counts` and the pairs must count the same.")

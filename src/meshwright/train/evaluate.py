@@ -35,22 +35,25 @@ def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int
     """Mean loss over the held-out samples, and how many there were; collective, the same answer on every rank."""
     model, batch = stepper.parallel.bare, stepper.rules.batch
     sums: torch.Tensor | None = None
+    modes = {module: module.training for module in model.modules()}  # parts may be in eval mode for good
     model.eval()
+    stepper.parallel.set_sync(False)
     try:
         with torch.no_grad():
             for microbatch in source.stream(held_out_places(split, batch, stepper.mesh.dp_rank)):
                 rows = to_device(microbatch.batch, stepper.mesh.device)
-                pairs = pairs_of(stepper.loss(model, rows), rows)
+                pairs = stepper.pairs(rows)
                 weight = 1.0 if len(microbatch.ids) else 0.0
                 row = [[float(p.total) * weight, float(p.count) * weight] for p in pairs]
                 these = torch.tensor([*row, [float(len(microbatch.ids)), 1.0]], dtype=torch.float64)
                 sums = these if sums is None else sums + these
     finally:
-        model.train()
         stepper.parallel.settle()
+        for module, mode in modes.items():
+            module.training = mode
     assert sums is not None, "a split without held-out samples is not evaluated"
     sums = sums.to(stepper.mesh.device)
     if batch.dp_degree > 1:
         dist.all_reduce(sums)
     *rows_of_pairs, (samples, _) = sums.tolist()
-    return math.fsum(total / max(count, 1.0) for total, count in rows_of_pairs), int(samples)
+    return math.fsum(total / divisor(count) for total, count in rows_of_pairs), int(samples)

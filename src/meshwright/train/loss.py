@@ -79,18 +79,19 @@ def pairs_of(result: Any, batch: Batch, warn: Callable[[str], None]) -> list[Pai
     """
     if isinstance(result, torch.Tensor) and result.ndim == 0 and result.is_floating_point():
         return [_weighted_mean(result, batch, warn)]
-    if isinstance(result, tuple) and len(result) == 2 and _is_pair(result):
+    if isinstance(result, tuple) and len(result) == 2 and is_pair(result):
         return [Pair(*result)]
-    if isinstance(result, list | tuple) and result and all(_is_pair(item) for item in result):
+    if isinstance(result, list | tuple) and result and all(is_pair(item) for item in result):
         return [Pair(*item) for item in result]
     raise SpecError(
         "the loss function",
-        f"returned {_describe(result)}; it must return (sum, count), or a list of such pairs.",
+        f"returned {described(result)}; it must return (sum, count), or a list of such pairs.",
         "Sum over the samples or label tokens of the microbatch, and return how many there were.",
     )
 
 
-def _is_pair(item: Any) -> bool:
+def is_pair(item: Any) -> bool:
+    """Is this a scalar sum and a count?"""
     if not isinstance(item, list | tuple) or len(item) != 2:
         return False
     total, count = item
@@ -103,7 +104,8 @@ def _is_count(count: Any) -> bool:
     return isinstance(count, torch.Tensor) and count.numel() == 1 and not count.requires_grad
 
 
-def _describe(result: Any) -> str:
+def described(result: Any) -> str:
+    """What a loss function returned, in words."""
     if isinstance(result, torch.Tensor):
         kind = str(result.dtype).removeprefix("torch.")
         return f"a {kind} tensor of shape {tuple(result.shape)}"
@@ -129,8 +131,8 @@ def _weighted_mean(mean: torch.Tensor, batch: Batch, warn: Callable[[str], None]
 
 
 _GUESS: Final = (
-    "the loss function returns one number. It is taken for a mean over the {0} of a microbatch, and weighed by how many "
-    "there are. If it is a mean over anything else, microbatches are weighed wrongly: return (sum, count)."
+    "the loss function returns one number. It is taken for a mean over the {0} of a microbatch, and weighed by how "
+    "many there are. If it is a mean over anything else, microbatches are weighed wrongly: return (sum, count)."
 )
 
 

@@ -15,17 +15,18 @@ from meshwright.train.loader import Microbatch
 
 if TYPE_CHECKING:
     from meshwright.train.step import Stepper
+    from meshwright.train.sums import Seen
 
 
 def refuse_nonfinite(
-    stepper: Stepper, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights | None
+    stepper: Stepper, mine: list[Microbatch], seen: Seen, loss: float, norm: float, weights: Weights | None
 ) -> str:
     """Stop, or say why the step is skipped.
 
     Args:
         stepper: the step's owner.
         mine: this rank's microbatches.
-        flags: for each microbatch of the step, how many of its losses are not finite; equal on all ranks.
+        seen: what the step read; equal on all ranks.
         loss: the step's loss.
         norm: the gradients' norm.
         weights: what the pairs were weighted by; None if the microbatches cannot be run again.
@@ -34,13 +35,13 @@ def refuse_nonfinite(
         NonFiniteError: the rule is to stop.
     """
     step = mine[0].step + 1
-    if any(flags):
-        bad, what = next(i for i, flag in enumerate(flags) if flag), "the loss"
+    if any(seen.flags):
+        bad, what = next(i for i, flag in enumerate(seen.flags) if flag), "the loss"
     elif not math.isfinite(loss):
         bad, what = None, "the sum of the losses"
     else:
         bad, what = _bad_gradient(stepper, mine, weights), "the gradient"
-    where = "no microbatch by itself was found to be" if bad is None else _place(stepper, flags, bad)
+    where = "no microbatch by itself was found to be" if bad is None else _place(stepper, seen.samples, bad)
     rule = f"{what} is not finite ({where}); loss {loss:g}, gradient norm {norm:g}"
     if stepper.rules.on_nonfinite == "skip":
         return rule
@@ -51,9 +52,9 @@ def refuse_nonfinite(
     )
 
 
-def _place(stepper: Stepper, flags: list[float], index: int) -> str:
+def _place(stepper: Stepper, samples: int, index: int) -> str:
     degree = stepper.mesh.layout.dp_degree
-    total = stepper.rules.batch.total_microbatches
+    total = -(-samples // stepper.rules.batch.microbatch_size)  # fewer in the last step of an epoch
     owner = next((r for r in range(degree) if index in microbatches_of_rank(total, degree, r)), degree - 1)
     return f"rank {owner}, microbatch {index}"
 
@@ -62,23 +63,20 @@ def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | N
     """Run the step's microbatches again, one at a time and unreduced, and find the first with a bad gradient.
 
     It costs a step, once, in a run that is about to stop or to skip. Where gradients are summed over ranks inside
-    backward (mixed precision) a rank's own part cannot be seen, and None is returned.
+    every backward a rank's own part cannot be seen, and None is returned.
     """
     first = float("inf")
     if stepper.parallel.local_gradients and weights is not None:
         for microbatch in mine:
-            stepper.optimizer.zero_grad(set_to_none=True)
+            stepper.drop_gradients()
             pairs = stepper.forward(microbatch, reduce=False)
-            stepper.backward(stepper.begin(), microbatch, pairs, weights)
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in _gradients(stepper)):
+            stepper.backward(stepper.empty_sums(), microbatch, pairs, weights)
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in stepper.gradients()):
                 first = float(microbatch.index)
                 break
+        stepper.parallel.settle()
     found = torch.tensor(first, dtype=torch.float64, device=stepper.mesh.device)
     if stepper.mesh.layout.dp_degree > 1:
         dist.all_reduce(found, dist.ReduceOp.MIN)
     index = found.item()
     return int(index) if math.isfinite(index) else None
-
-
-def _gradients(stepper: Stepper) -> list[torch.Tensor]:
-    return [p.grad for p in stepper.parallel.bare.parameters() if p.grad is not None]

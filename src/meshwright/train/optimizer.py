@@ -113,10 +113,11 @@ def named_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 def load_named_state(optimizer: torch.optim.Optimizer, flat: Mapping[str, torch.Tensor]) -> None:
     """Put back what `named_state` gave, each tensor on its parameter's device, in the type it was saved in."""
-    parameters = {n: p for g in optimizer.param_groups for n, p in zip(g[NAMES], g["params"], strict=True)}
+    places = {n: (p, g) for g in optimizer.param_groups for n, p in zip(g[NAMES], g["params"], strict=True)}
     for key, tensor in flat.items():
         state, _, name = key.partition("/")
-        if name in parameters:
-            parameter = parameters[name]
-            on_cpu = tensor.ndim == 0  # torch keeps step counters on the host unless told otherwise
-            optimizer.state[parameter][state] = tensor.clone() if on_cpu else tensor.to(parameter.device).clone()
+        if name in places:
+            parameter, group = places[name]
+            # torch keeps step counters on the host, unless the kernel of the update reads them
+            on_host = state == "step" and not (group.get("fused") or group.get("capturable"))
+            optimizer.state[parameter][state] = tensor.to("cpu" if on_host else parameter.device, copy=True)

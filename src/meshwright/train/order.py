@@ -79,7 +79,7 @@ class Split:
     @property
     def num_held_out(self) -> int:
         """Samples that are never trained on."""
-        return int(self.num_samples * self.fraction)
+        return int(self.num_samples * self.fraction + 1e-9)  # 100 * 0.29 is 28.999999999999996
 
     @property
     def num_training(self) -> int:

@@ -57,6 +57,7 @@ def reconcile_buffers(model: nn.Module, world_size: int) -> list[str]:
 
     Each rank's statistics come from its own samples; their mean is what evaluation and checkpoints use. Any other
     buffer that differs is a fault of the model (or a count of its own calls), and rank 0's is what checkpoints hold.
+    A batch norm's own count of calls is no fault: a rank without rows in an epoch's last step makes one less.
     """
     if world_size == 1:
         return []
@@ -64,8 +65,10 @@ def reconcile_buffers(model: nn.Module, world_size: int) -> list[str]:
     averaged: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
     for name, buffer in ((bare_name(name), buffer) for name, buffer in model.named_buffers()):
-        is_statistic = name.rpartition(".")[0] in norms and buffer.is_floating_point()
-        (averaged if is_statistic else others).append((name, buffer))
+        if name.rpartition(".")[0] not in norms:
+            others.append((name, buffer))
+        elif buffer.is_floating_point():
+            averaged.append((name, buffer))
     for _, buffer in averaged:
         dist.all_reduce(buffer)
         buffer.div_(world_size)

@@ -14,14 +14,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, final
 
-from meshwright import __version__
-from meshwright.errors import CheckpointError, SpecError
+from meshwright.errors import CheckpointError, RankDisagreement, SpecError
 from meshwright.models.digest import state_items, weights_sha256
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.dump import to_table
 from meshwright.spec.layout import resolve, section_of
 from meshwright.spec.load import from_table
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import Recipe, walk
 from meshwright.train.agree import Agreement
 from meshwright.train.checkpoint import load, save
 from meshwright.train.evaluate import evaluate
@@ -42,6 +41,7 @@ from meshwright.train.step import StepResult, local
 from meshwright.train.stored import CHECKPOINTS, folder_name
 from meshwright.train.trainer import Parts, Trainer
 from meshwright.train.world import World
+from meshwright.version import __version__
 
 
 def settle(recipe: Recipe, start: Start, world_size: int) -> Recipe:
@@ -135,9 +135,10 @@ class Run:
         if folder is not None and recipe.record.tensorboard:
             agreement.on_rank_0(require_tensorboard)
         self.trainer = Trainer(recipe, world, parts)
+        self._require_one_training()
         self.last: StepResult | None = None
         self._tokens, self._seconds, self._row = 0, 0.0, dict[str, Any]()
-        self._tokens_before = 0
+        self._tokens_before, self._has_told_of_drift = 0, False
         self._saved_step = start.step if start.checkpoint else None
         self._ended: dict[str, Any] | None = None
         self._restore()
@@ -152,6 +153,16 @@ class Run:
             self.console.say(line)
         for line in self.trainer.warnings():
             self.console.warn(line)
+
+    def _require_one_training(self) -> None:
+        """Refuse ranks that were told different things: each would train on its own idea of the order of samples."""
+        mine = {path: value for path, value, _ in walk(self.recipe)}
+        everyone = self.agreement.gather(mine | {"samples in the data": self.trainer.source.num_samples})
+        for rank, theirs in enumerate(everyone):
+            for path, value in theirs.items():
+                if value != everyone[0][path]:
+                    rule = f"is {everyone[0][path]!r} on rank 0 and {value!r} on rank {rank}."
+                    raise RankDisagreement(path, rule, "All ranks must describe one training.")
 
     def _end(self) -> int:
         train = self.recipe.train
@@ -238,10 +249,17 @@ class Run:
 
     def _validate(self) -> dict[str, Any]:
         self.world.pulse.beat(self.done, "validation")
-        reconcile_buffers(self.trainer.model, self.world.world_size)
+        self._reconcile_buffers()
         loss, samples = evaluate(self.trainer.stepper, self.trainer.source, self.trainer.split)
         self.console.say(f"validation at step {self.done}: loss {loss:.4f} over {samples} samples")
         return {"validation_loss": loss, "validation_samples": samples}
+
+    def _reconcile_buffers(self) -> None:
+        """Make the running statistics of all ranks one, and say once which other buffers have drifted apart."""
+        drifted = reconcile_buffers(self.trainer.model, self.world.world_size)
+        if drifted and not self._has_told_of_drift:
+            self._has_told_of_drift = True
+            self.console.warn(f"buffers differ between ranks, and rank 0's are saved: {', '.join(drifted[:4])}")
 
     def _record_samples(self, result: StepResult) -> None:
         """Write the ids that the ranks really trained on, in the order of the microbatch grid."""
@@ -263,9 +281,7 @@ class Run:
         self.world.pulse.beat(step, "checkpoint")
         self.agreement.meet()
         self.trainer.stepper.parallel.settle()
-        drifted = reconcile_buffers(self.trainer.model, self.world.world_size)
-        if drifted:
-            self.console.warn(f"buffers differ between ranks, and rank 0's are saved: {', '.join(drifted[:4])}")
+        self._reconcile_buffers()
         require_equal_weights(self.trainer.model, self.world.world_size, f"at step {step}")
         state, facts = self.trainer.state, self._facts()
         self.agreement.on_rank_0(lambda: save(home, step, state, facts, keep))
@@ -286,6 +302,8 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """End the run with a checkpoint of its last step and summary.json; collective. Returns what that holds."""
+        if self.folder is None:
+            self._reconcile_buffers()
         self.save()
         summary = self._ended or self.agreement.on_rank_0(self._summarise)
         self.console.close()

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, final
 
 import torch
-import torch.distributed as dist
 
 from meshwright.errors import MeshwrightWarning, SpecError
 from meshwright.parallel.entry import Parallel
@@ -41,6 +40,7 @@ from meshwright.train.nonfinite import refuse_nonfinite
 from meshwright.train.optimizer import set_rate
 from meshwright.train.pulse import Pulse
 from meshwright.train.scaler import LossScaler
+from meshwright.train.sums import Seen, StepSums, read
 
 CLIP_EPSILON: Final = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, so that a hand-written loop clips to the same numbers."""
@@ -93,47 +93,6 @@ class StepResult:
 
 
 @final
-class StepSums:
-    """What a rank adds up over the microbatches of one step. Tensors stay on the device until the step's one read."""
-
-    def __init__(self, num_microbatches: int, device: torch.device) -> None:
-        self.num_microbatches, self.device = num_microbatches, device
-        self.totals: list[list[torch.Tensor]] = []  # a row for each microbatch, a scalar for each pair
-        self.counts: list[list[torch.Tensor | float]] = []
-        self.indices: list[int] = []
-        self.ids: list[int] = []
-
-    @property
-    def pairs(self) -> int:
-        """Pairs that the loss function returns."""
-        return len(self.totals[0])
-
-    def add(self, microbatch: Microbatch, pairs: list[Pair]) -> None:
-        """Add one microbatch; a stand-in (without ids) has been weighted by 0 already."""
-        if self.totals and len(pairs) != self.pairs:
-            raise SpecError("the loss function", f"returned {self.pairs} pairs, then {len(pairs)}, in one step.")
-        self.totals.append([pair.total.detach() for pair in pairs])
-        # A copy, because a loss function may write each microbatch's count into one tensor.
-        self.counts.append([p.count.clone() if isinstance(p.count, torch.Tensor) else p.count for p in pairs])
-        self.indices.append(microbatch.index)
-        self.ids += microbatch.ids.tolist()
-
-    def vector(self) -> torch.Tensor:
-        """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; each may be summed over ranks."""
-        totals, counts = self._table(self.totals), self._table(self.counts)
-        not_finite = (~(totals + counts).isfinite()).sum(1, dtype=torch.float64)
-        flags = totals.new_zeros(self.num_microbatches + 1)
-        flags.index_add_(0, torch.tensor(self.indices, device=self.device), not_finite)
-        samples = totals.new_tensor([float(len(self.ids))])
-        return torch.cat([totals.sum(0), counts.sum(0), samples, flags])
-
-    def _table(self, rows: Sequence[Sequence[torch.Tensor | float]]) -> torch.Tensor:
-        """(microbatches, pairs) fp64."""
-        scalars = [torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for row in rows for x in row]
-        return torch.stack(scalars).reshape(len(rows), self.pairs)
-
-
-@final
 class Stepper:
     """Makes optimizer steps. A user's own loop takes one apart: `forward`, `backward`, `finish`."""
 
@@ -166,7 +125,7 @@ class Stepper:
         mine = take_step(stream, self.rules.batch)
         sums, weights = self.begin(), counts_first(self, mine)
         for microbatch in mine:
-            pairs = self.forward(microbatch, reduce=microbatch.last or self.rules.sync == "every")
+            pairs = self.forward(microbatch, reduce=self.reduces(microbatch))
             weights = weights or counts_first(self, mine, pairs)
             self.backward(sums, microbatch, pairs, weights)
         return self.finish(sums, mine, weights)
@@ -181,19 +140,31 @@ class Stepper:
         """Sums of no microbatch yet."""
         return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's part of every gradient there is."""
+        return [local(p.grad) for _, p in self._parameters if p.grad is not None]
+
     def drop_gradients(self) -> None:
         """Forget all gradients, also of parameters that the optimizer does not know."""
         for _, parameter in self._parameters:
             parameter.grad = None
 
+    def reduces(self, microbatch: Microbatch) -> bool:
+        """Does the backward pass of this microbatch reduce gradients over the ranks?"""
+        return microbatch.last or self.rules.sync == "every"
+
     def forward(self, microbatch: Microbatch, *, reduce: bool) -> list[Pair]:
         """Run the loss function on one microbatch; `reduce` says whether its backward reduces gradients."""
         batch = self.prepare(microbatch, reduce=reduce)
-        stand_in = KeptBuffers(self.parallel.bare) if not len(microbatch.ids) else None
-        pairs = pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
-        if stand_in is not None:
-            stand_in.put_back()
+        before = None if len(microbatch.ids) else KeptBuffers(self.parallel.bare)
+        pairs = self.pairs(batch)
+        if before is not None:  # a stand-in's rows are another microbatch's
+            before.put_back()
         return weighed(microbatch, pairs)
+
+    def pairs(self, batch: Batch) -> list[Pair]:
+        """What the loss function says of a batch."""
+        return pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
 
     def _warn_once(self, text: str) -> None:
         if not self._has_warned and self.mesh.rank == 0:
@@ -211,6 +182,9 @@ class Stepper:
         """Add one microbatch to the gradients and to the sums."""
         self.pulse.beat(microbatch.step + 1, "backward", microbatch.index)
         sums.add(microbatch, pairs)
+        if len(pairs) != len(weights):
+            rule = f"returned {len(pairs)} pairs, and its `counts` has {len(weights)} numbers."
+            raise SpecError("the loss function", rule, "One count for each pair.")
         terms = [
             pair.total if weight is None else pair.total * weight for pair, weight in zip(pairs, weights, strict=True)
         ]
@@ -236,48 +210,36 @@ class Stepper:
         Raises:
             NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
         """
-        step, pairs = mine[0].step, sums.pairs
+        step = mine[0].step
         self.pulse.beat(step + 1, "optimizer")
         self.parallel.settle()
-        gradients = [local(p.grad) for _, p in self._parameters if p.grad is not None]
+        gradients = self.gradients()
         self.idle = [name for name, p in self._parameters if p.grad is None]
-        totals, counts, samples, flags, raw_norm = self._read(sums, gradients)
-        count = divisor(counts[0]) if pairs == 1 else 1.0  # several pairs were divided before backward
+        seen = read(sums, gradients, weights, self.mesh.layout.dp_degree)
+        count = divisor(seen.counts[0]) if weights == [None] else 1.0  # several pairs were divided before backward
         scale = self.parallel.gradient_scale / count / self.scaler.scale
-        norm = raw_norm * scale
-        loss = math.fsum(total / divisor(n) for total, n in zip(totals, counts, strict=True))
-        skipped = self._verdict(mine, flags, loss, norm, weights if replay else None)
+        norm = seen.norm * scale
+        loss = math.fsum(total / divisor(n) for total, n in zip(seen.totals, seen.counts, strict=True))
+        skipped = self._verdict(mine, seen, loss, norm, weights if replay else None)
         lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
         if not skipped:
-            require_counts(counts, weights)
+            require_counts(seen.counts, seen.weights)
             self._update(gradients, scale * self._clipping(norm))
         elif self._before is not None:
             self._before.put_back()
         self.drop_gradients()
-        return StepResult(step + 1, loss, lr, norm, counts[0], int(samples), skipped, sums.ids)
+        return StepResult(step + 1, loss, lr, norm, seen.counts[0], seen.samples, skipped, sums.ids)
 
-    def _read(
-        self, sums: StepSums, gradients: list[torch.Tensor]
-    ) -> tuple[list[float], list[float], float, list[float], float]:
-        """All-reduce the sums, take the norm of the (already reduced) gradients, and read both at once."""
-        vector, pairs = sums.vector(), sums.pairs
-        if self.mesh.layout.dp_degree > 1:
-            dist.all_reduce(vector)
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else vector.new_zeros(())
-        values = torch.cat([vector, norm.to(vector.device, torch.float64).reshape(1)]).tolist()
-        return values[:pairs], values[pairs : 2 * pairs], values[2 * pairs], values[2 * pairs + 1 : -1], values[-1]
-
-    def _verdict(
-        self, mine: list[Microbatch], flags: list[float], loss: float, norm: float, weights: Weights | None
-    ) -> str:
+    def _verdict(self, mine: list[Microbatch], seen: Seen, loss: float, norm: float, weights: Weights | None) -> str:
         """Empty if the update may be made; else why it is skipped. All ranks see the same numbers."""
-        if math.isfinite(loss) and math.isfinite(norm):
+        is_sound = math.isfinite(loss) and not any(seen.flags)
+        if is_sound and math.isfinite(norm):
             self.scaler.succeeded()
             return ""
-        if self.scaler.enabled and math.isfinite(loss):
+        if is_sound and self.scaler.enabled:
             self.scaler.overflowed()
             return f"fp16 overflow, loss scale now {self.scaler.scale:g}"
-        return refuse_nonfinite(self, mine, flags, loss, norm, weights)
+        return refuse_nonfinite(self, mine, seen, loss, norm, weights)
 
     def _clipping(self, norm: float) -> float:
         limit = self.rules.max_grad_norm

@@ -88,4 +88,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise DataError(f"data.tokenizer = {name!r}", f"is no tokenizer file: {error}.") from error
     if not inner.get_vocab_size():
         raise DataError(f"data.tokenizer = {name!r}", "has an empty vocabulary.")
+    inner.no_truncation()  # such files often hold the settings of their last use, as to cut documents at 128 ids
+    inner.no_padding()
     return FileTokenizer(inner)

@@ -23,7 +23,8 @@ from meshwright.spec.layout import resolve
 from meshwright.spec.recipe import Recipe
 from meshwright.train.checkpoint import State
 from meshwright.train.corpus import load_corpus
-from meshwright.train.loader import Cut, DatasetSource, Microbatch, Source, TokenSource
+from meshwright.train.dataset import DatasetSource
+from meshwright.train.loader import Cut, Microbatch, Source, TokenSource
 from meshwright.train.loss import LossFunction, token_cross_entropy
 from meshwright.train.optimizer import OptimizerFactory, build_optimizer
 from meshwright.train.order import SampleOrder, Split
@@ -92,16 +93,16 @@ class Trainer:
         require_equal_weights(self.model, world.world_size, "before the first step")
         seeds = MicrobatchSeeds(recipe.train.seed)
         seeds.attach(self.model)
-        is_reference = recipe.model.name is not None and parts.model is None
-        compute = recipe.precision.compute
+        loss, compute = _loss(recipe, parts), recipe.precision.compute
+        uses_all = recipe.model.name is not None and parts.model is None and loss is token_cross_entropy
         parallel = apply(
             self.model,
             self.mesh,
             recompute=recipe.train.recompute,
             compute=compute,
-            may_skip_parameters=not is_reference,
+            may_skip_parameters=not uses_all,
         )
-        # After `apply`: mixed precision replaces the parameters, and an optimizer of the old ones would train nothing.
+        # After `apply`: what cuts parameters replaces them, and an optimizer of the old ones would train nothing.
         self.optimizer = build_optimizer(
             recipe.optimizer,
             parameters_in_order(self.model),
@@ -120,7 +121,7 @@ class Trainer:
         return Stepper(
             parallel=parallel,
             mesh=self.mesh,
-            loss=_loss(recipe, parts),
+            loss=loss,
             optimizer=self.optimizer,
             rules=rules,
             seeds=seeds,
