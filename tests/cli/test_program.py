@@ -150,14 +150,46 @@ def test_under_torchrun_a_mistake_is_said_once_a_node(meshwright, tmp_path) -> N
         assert result.code == 2 and result.err.count("error: ") == lines
 
 
-def test_the_installed_command_trains_and_resumes(tmp_path) -> None:
-    """The one test here that starts real interpreters for it all."""
+def test_the_command_trains_and_resumes_on_another_number_of_processes(meshwright, tmp_path) -> None:
     lay_out(tmp_path, {})
-    line = "meshwright train r.toml --run-dir run --nproc {} --set train.stop_after={}"
-    assert run_shell(line.format(2, 2), tmp_path).returncode == 0
-    done = run_shell(line.format(1, 3) + " --resume", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "resume: step 2 from run/checkpoints/step-00000002" in done.stdout
+    words = ("train", "r.toml", "--run-dir", "run")
+    assert meshwright(*words, "--nproc", "2", "--set", "train.stop_after=2", cwd=tmp_path).code == 0
+    result = meshwright(*words, "--resume", cwd=tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert "resume: step 2 from run/checkpoints/step-00000002" in result.out
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
-    listed = run_shell("meshwright checkpoint ls run", tmp_path).stdout
+    listed = meshwright("checkpoint", "ls", "run", cwd=tmp_path).out
     assert [line.split()[:3] for line in listed.splitlines()] == [["step", "3", "whole"], ["step", "2", "whole"]]
+
+
+def test_closed_streams_are_no_error(meshwright, tmp_path) -> None:
+    lay_out(tmp_path, {})
+    save_tiny(tmp_path / "checkpoints", 1)
+    done = run_shell("meshwright checkpoint ls . >&-", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    out = "import os, sys\nos.close(1)\nsys.stdout = None\n"
+    for name, closed in (("one", out), ("both", f"{out}os.close(2)\nsys.stderr = None\n")):
+        result = meshwright("train", "r.toml", "--run-dir", name, "--nproc", "2", cwd=tmp_path, before=closed)
+        assert (result.code, result.out, result.err) == (0, "", "")
+    assert summary_of(tmp_path / "one") == summary_of(tmp_path / "both")
+
+
+def test_a_name_that_the_terminal_cannot_show_does_not_end_a_training(meshwright, tmp_path) -> None:
+    lay_out(tmp_path, {})
+    ascii_only = "import sys\nsys.stdout.reconfigure(encoding='ascii', errors='strict')"
+    result = meshwright("train", "r.toml", "--run-dir", "läuf", cwd=tmp_path, before=ascii_only)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("in l\\xe4uf\n") and summary_of(tmp_path / "läuf")["status"] == "done"
+
+
+@pytest.mark.parametrize("name", ["with space", "-dash", "step-00000007"])
+def test_a_run_folder_may_have_any_name(meshwright, tmp_path, name) -> None:
+    lay_out(tmp_path, {})
+    flag = [f"--run-dir={name}"]
+    result = meshwright("train", "r.toml", *flag, cwd=tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert summary_of(tmp_path / name)["status"] == "done"
+    again = meshwright("train", "r.toml", *flag, "--resume", cwd=tmp_path)
+    assert again.code == 0 and "nothing to do" in again.out
+    listed = meshwright("checkpoint", "ls", "--", name, cwd=tmp_path)
+    assert listed.code == 0 and "whole" in listed.out

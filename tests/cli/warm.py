@@ -177,7 +177,7 @@ def _open_streams(request: Mapping[str, Any]) -> None:
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(0, "r", closefd=False),
         os.fdopen(1, "w", closefd=False),
-        os.fdopen(2, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False),
     )
 
 

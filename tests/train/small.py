@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from meshwright.models.build import build_model
+from meshwright.models.digest import state_items
 from meshwright.models.resolve import resolve_callable
 from meshwright.spec.load import from_table
 from meshwright.spec.schedule import lr_multiplier
+from meshwright.train.run import begin_run
 from train.parity import Record
 
 IGNORED = -100
@@ -110,3 +114,15 @@ def by_hand(
         record.rates.append(rate)
     record.weights.update({n: t.detach().clone() for n, t in sorted(model.state_dict().items())})
     return record
+
+
+def whole_run(world: Any, table: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
+    """State of the model at the end, what was said on stderr, the summary."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run = begin_run(from_table(table), None, resume=False, world=world, progress=False)
+        stream = run.trainer.stream(0, run.end)
+        for _ in range(run.end):
+            run.step(stream)
+        summary = run.finish()
+    return {n: t.detach().clone() for n, t in state_items(run.trainer.model)}, said.getvalue(), summary

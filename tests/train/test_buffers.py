@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from meshwright.models.digest import state_items
 from meshwright.spec.load import from_table
 from meshwright.train.buffers import KeptBuffers
-from meshwright.train.run import begin_run
 from meshwright.train.trainer import Trainer
 from train.parity import Record, train
-from train.small import SLOTS, WIDTH, Net, Points, small_table
+from train.small import SLOTS, WIDTH, Net, Points, small_table, whole_run
 
 
 class Normed(nn.Module):
@@ -28,18 +24,6 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(self.norm(x.flatten(1)).view_as(x))
-
-
-def whole_run(world: Any, table: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
-    """State of the model at the end, what was said on stderr, the summary."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        run = begin_run(from_table(table), None, resume=False, world=world, progress=False)
-        stream = run.trainer.stream(0, run.end)
-        for _ in range(run.end):
-            run.step(stream)
-        summary = run.finish()
-    return {n: t.detach().clone() for n, t in state_items(run.trainer.model)}, said.getvalue(), summary
 
 
 def normed(steps: int, size: int = 101, **changes: Any) -> dict[str, Any]:

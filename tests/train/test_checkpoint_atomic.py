@@ -232,6 +232,17 @@ def test_keep_last_never_removes_the_last_good_one_for_the_sake_of_torn_ones(tmp
     assert steps_in(home) == [15, 20, 99]
 
 
+def test_keep_last_counts_whole_ones_alone(tmp_path) -> None:
+    home = tmp_path / "checkpoints"
+    for step in (5, 6):
+        save_tiny(home, step)
+    (home / "step-00000006/model.safetensors").write_bytes(b"cut")
+    save_tiny(home, 8, keep_last=2)
+    assert steps_in(home) == [5, 6, 8]
+    save_tiny(home, 9, keep_last=2)
+    assert steps_in(home) == [6, 8, 9]
+
+
 def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path) -> None:
     home = tmp_path / "checkpoints"
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):

@@ -16,7 +16,7 @@ from cli.wrong import lay_out
 from train.runs import rows, summary_of
 
 COMMAND = [str(Path(sys.executable).with_name("meshwright")), "train", "r.toml", "--nproc", "2"]
-STEPS = {1: 300, 16: 4000}
+STEPS = {1: 120, 16: 4000}
 """By kills. Enough that no attempt reaches the end before it is killed: one makes some 100 steps in its second."""
 
 

@@ -217,6 +217,45 @@ def test_buffers_scalars_and_frozen_weights_are_saved_and_continue(run_ranks, tm
     assert summary_of(tmp_path / "cut") == summary_of(tmp_path / "whole")
 
 
+class Sharing(nn.Module):
+    """Two parameters over one memory, a complex and an unsigned buffer, and state of a form of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight.data = self.a.weight.data
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("scales", torch.arange(2).to(torch.uint16))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"mine": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise AssertionError("what was not saved is not set")
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.a(batch) + self.b(batch)
+
+
+def test_odd_tensors_are_saved_and_what_is_not_saved_is_said(run_ranks, tmp_path, capsys) -> None:
+    table = buffers_table()
+    table["model"] = {"build": "train.test_checkpoint_contents:Sharing"}
+    (whole,) = run_ranks(1, run_in, table, str(tmp_path / "whole"))
+    assert whole.err == "warning: checkpoints hold parameters and buffers, and not the extra state of \n"
+    run_ranks(1, run_in, changed(table, train={"stop_after": 2}), str(tmp_path / "cut"))
+    (told,) = run_ranks(1, run_in, table, str(tmp_path / "cut"), True)
+    weights = load_file(tmp_path / "whole/checkpoints/step-00000004/model.safetensors")
+    assert sorted(weights) == ["a.weight", "b.weight", "scales", "turns"]
+    assert torch.equal(weights["turns"], Sharing().turns) and weights["scales"].dtype == torch.uint16
+    digest = command("checkpoint", "digest", str(tmp_path / "whole"), capsys=capsys)
+    assert (
+        digest
+        == whole.summary["weights_sha256"]
+        == independent_digest(tmp_path / "whole/checkpoints/step-00000004/model.safetensors")
+    )
+    assert told.summary["weights_sha256"] == digest
+
+
 class Blocks(nn.Module):
     """A list of blocks with dropout, and a batch norm: everything that names are used for."""
 
@@ -337,6 +376,21 @@ def loop(world: Any, folder: str, who_saves: str, timeout_s: float) -> list[int]
 def test_saving_twice_on_two_ranks_does_not_hang(run_ranks, tmp_path) -> None:
     """B066"""
     assert run_ranks(2, loop, str(tmp_path), "all", 10.0, timeout_s=10.0) == [[1, 2, 3, 4, 5]] * 2
+
+
+def save_before_training(world: Any, folder: str) -> int:
+    begun = begin_run(
+        from_table(buffers_table()), Path(folder), resume=True, world=world,
+        parts=Parts(model=matrix, data=Numbers(), loss=squared_error), progress=False,
+    )  # fmt: skip
+    with contextlib.closing(begun) as run:
+        run.save()
+        return run.start.checkpoint is not None
+
+
+def test_a_checkpoint_of_step_0_is_one_too(run_ranks, tmp_path) -> None:
+    assert [run_ranks(2, save_before_training, str(tmp_path)) for _ in range(2)] == [[False, False], [True, True]]
+    assert steps_in(tmp_path) == [0]
 
 
 @pytest.mark.parametrize("who", ["0", "1"])

@@ -23,6 +23,7 @@ from meshwright.spec.load import from_table
 from meshwright.train import checkpoint, stored
 from meshwright.train.run import begin_run, run_recipe
 from meshwright.train.run_folder import find_start
+from ranks import RanksFailed
 from train.runs import TINY_RECIPE, changed, rows, run_in, save_tiny, steps_in, summary_of, tree_hash
 from train.test_resume_position import numbers_table
 
@@ -184,6 +185,8 @@ def break_by(deed: str, folder: Path) -> None:
             checkpoint.save_file = full
         case "safetensors":
             checkpoint.save_file = refuses
+        case "bug":
+            checkpoint.save_file = lambda tensors, path: 1 / 0
         case "file in the way":
             (folder / "checkpoints").rename(folder / "elsewhere")
             (folder / "checkpoints").write_text("")
@@ -211,6 +214,13 @@ def test_an_error_of_rank_0_while_saving_reaches_all_ranks_in_seconds(run_ranks,
     assert steps_in(home) == [1, 2] and all(stored.is_whole(home / f"step-0000000{k}") for k in (1, 2))
     assert not list(home.glob(".*"))  # what was half written would keep a full disk full
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_a_fault_of_our_own_in_rank_0_s_saving_ends_all_ranks_and_names_it(run_ranks, tmp_path) -> None:
+    table = numbers_table(6, 6, checkpoint={"every_steps": 1})
+    with pytest.raises(RanksFailed, match=r"rank 0 raised ZeroDivisionError.*checkpoint of step 3"):
+        run_ranks(3, breaking, table, str(tmp_path), "bug", 3, limit_s=30.0)
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_a_run_folder_in_which_checkpoints_is_a_file_is_an_error_before_the_first_step(run_ranks, tmp_path) -> None:

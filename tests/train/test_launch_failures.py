@@ -90,6 +90,7 @@ CASES = [
 
 @pytest.mark.parametrize(("deed", "who", "says", "within_s"), CASES, ids=[f"{c[0].split()[0]}-{c[1]}" for c in CASES])
 def test_the_rank_is_named_and_its_last_step(bench, deed, who, says, within_s):
+    """B137: a rank that fails does not leave the others in a collective."""
     word, *options = deed.split()
     answer = bench.ask(f"{word} {who} --world 3 {' '.join(options)}")
     assert says in answer["error"]

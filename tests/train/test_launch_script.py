@@ -98,6 +98,7 @@ def test_a_killed_parent_leaves_no_orphans(tmp_path, start):
 
 
 def test_the_usual_port_may_be_taken():
+    """B136: a second job on the host."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 29500))
@@ -119,6 +120,7 @@ def test_the_usual_port_may_be_taken():
     ids=["nproc", "half", "slurm"],
 )
 def test_a_wrong_environment_is_one_line_and_exit_code_2(env, says):
+    """B131, B134: a world size read too early, or another than the plan."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with script("nothing", "--world", "2", **meeting, **env) as process:
         code, _, err = finish(process)

@@ -94,7 +94,7 @@ def test_a_nan_stops_all_ranks_with_step_rank_and_microbatch(run_ranks, ranks: i
     found = run_ranks(ranks, run, table_of("stop"))
     assert len({tuple(sorted(one)) for one in found}) == 1
     for one in found:
-        assert one["error"].startswith(f"step 2: the loss is not finite (rank 0, microbatch 0); loss nan")
+        assert one["error"].startswith("step 2: the loss is not finite (rank 0, microbatch 0); loss nan")
         assert "No weight was changed by this step" in one["error"] and 'on_nonfinite = "skip"' in one["error"]
         assert len(one["losses"]) == 1
 

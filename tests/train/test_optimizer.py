@@ -141,13 +141,19 @@ def test_each_parameter_goes_to_the_first_group_that_matches_and_the_rest_to_its
     for bad, match in (("*.wait", "first.bias, first.weight"), ("first.*", "an earlier group has not taken")):
         with pytest.raises(SpecError, match=match):
             pattern = {"pattern": bad, "lr": 0.1}
-            run_ranks(1, groups, table_of("adamw", groups=[{"pattern": "*", "lr": 1.0}, pattern] if bad[0] != "*" else [pattern]))
+            run_ranks(
+                1,
+                groups,
+                table_of("adamw", groups=[{"pattern": "*", "lr": 1.0}, pattern] if bad[0] != "*" else [pattern]),
+            )
 
 
 def rates_and_line(world: Any, table: dict[str, Any]) -> tuple[list[float], list[list[float]], str]:
     trainer = Trainer(from_table(table), world)
     stream, inside = trainer.stream(0, 8), []
-    trainer.optimizer.register_step_pre_hook(lambda *_: inside.append([g["lr"] for g in trainer.optimizer.param_groups]))
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: inside.append([g["lr"] for g in trainer.optimizer.param_groups])
+    )
     return [trainer.stepper.step(stream).lr for _ in range(8)], inside, trainer.lr_scaling.line
 
 
@@ -187,22 +193,35 @@ def test_a_build_that_makes_no_optimizer_is_refused(run_ranks, build: str, optio
 
 
 class Forgets(torch.optim.SGD):
-    """Knows the first group alone."""
+    """Knows the first parameter alone."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(list(params)[:1], lr=lr)
+        super().__init__([group["params"][0] for group in params][:1], lr=lr)
 
 
-def norms(world: Any, table: dict[str, Any]) -> list[float]:
-    trainer = Trainer(from_table(table), world)
-    stream = trainer.stream(0, 4)
-    return [trainer.stepper.step(stream).grad_norm for _ in range(4)]
+class Flat(torch.optim.SGD):
+    """Makes one group of its own of all parameters, the last first."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([p for group in params for p in group["params"]][::-1], lr=lr, momentum=0.9)
 
 
-def test_b051_gradients_of_parameters_the_optimizer_forgets_do_not_pile_up(run_ranks) -> None:
-    table = small_table(4) | {"optimizer": {"build": "test_optimizer:Forgets", "lr": 0.0}}
-    table["optimizer"]["groups"] = [{"pattern": "first.*", "lr": 0.0}]
-    still = run_ranks(1, norms, small_table(4) | {"optimizer": {"name": "sgd", "lr": 0.0}})[0]
-    assert run_ranks(2, norms, table)[0] == pytest.approx(still, rel=1e-11)
+def strange(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*(p for g in groups for p in g["params"]), nn.Parameter(torch.zeros(2))], lr=lr)
 
 
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        ("Forgets", "Forgets: holds 1 parameters, and the model has 4 to train; it lacks first.weight, last.bias"),
+        ("strange", "SGD: holds 5 parameters, and the model has 4 to train.*Give it every parameter"),
+    ],
+)
+def test_an_optimizer_that_would_leave_weights_untrained_is_refused(run_ranks, build: str, match: str) -> None:
+    with pytest.raises(SpecError, match=match):
+        run_ranks(1, train, own_table(build=f"test_optimizer:{build}"))
+
+
+def test_an_optimizer_with_groups_of_its_own_keeps_its_state_under_the_right_names(run_ranks) -> None:
+    (equal,) = run_ranks(1, interrupted, own_table(build="test_optimizer:Flat"))
+    assert all(equal.values()) and "momentum_buffer/last.bias" in equal

@@ -75,10 +75,15 @@ def test_b098_parameters_without_a_gradient_are_left_alone_as_in_one_process(run
             assert all(x <= BOUND for x in far.values()), far
 
 
+@pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_branches_accumulate_and_reduce_alike_in_any_precision(run_ranks, compute: str) -> None:
+def test_branches_accumulate_and_reduce_alike_in_any_precision(run_ranks, compute: str, sync: str) -> None:
     """In bf16 too a rank's branch must not be added to another rank's other branch."""
-    changes: dict[str, Any] = {"precision": {"compute": compute}, "data": {"dtype": "float32"}}
+    changes: dict[str, Any] = {
+        "precision": {"compute": compute},
+        "data": {"dtype": "float32"},
+        "train": {"sync": sync},
+    }
     table = table_of("Branches", batch={"global_batch_size": 4, "microbatch_size": 1}, **changes)
     (single,), two = run_ranks(1, train, table), run_ranks(2, train, table)
     for record in two:

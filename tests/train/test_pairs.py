@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from meshwright.errors import SpecError
-from train.parity import Record, joined_ids, largest_distances, train
+from train.parity import Record, joined_ids, largest_distances, recipe_table, train
 from train.small import Net, by_hand, cross_entropy, small_table
 
 BOUND = 1e-11
@@ -161,6 +161,23 @@ def test_counting_first_draws_the_same_dropout(run_ranks) -> None:
         passed, known = (run_ranks(ranks, train, paired(f"{kind}"))[0] for kind in ("dropped", "dropped_counted"))
         assert passed.losses == known.losses
         assert all(torch.equal(passed.weights[n], t) for n, t in known.weights.items())
+
+
+def tokens_with_aux(model: nn.Module, batch: Batch) -> Any:
+    logits = model(batch["tokens"])
+    return [cross_entropy(logits, batch["labels"]), (1e-3 * logits.square().sum(), logits.numel())]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_counting_first_and_recompute_go_together_with_dropout(run_ranks, model: str) -> None:
+    """The counting pass lies between the first forward pass and its backward, which computes the blocks again."""
+    loss = {"build": "test_pairs:tokens_with_aux"}
+    none, full = (
+        run_ranks(2, train, recipe_table(model, "fp32", "sgd", steps=5, loss=loss, train={"recompute": mode}))[0]
+        for mode in ("none", "full")
+    )
+    assert full.losses == none.losses and full.norms == none.norms
+    assert all(torch.equal(full.weights[n], t) for n, t in none.weights.items())
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from train.runs import changed, copied, loaded_in, rows, run_in, small_table, steps_in, summary_of
+from train.test_resume_position import numbers_table
 
 WAYS = [(1, 1), (2, 2), (2, 1), (1, 2), (2, 3)]
 STOP = 7  # one step before the first epoch ends
@@ -143,3 +147,52 @@ def test_a_stop_before_what_is_done_changes_nothing(run_ranks, runs) -> None:
     told = run_ranks(2, run_in, changed(table_of("sgd"), train={"stop_after": 3}), str(folder), True)
     assert f"nothing to do: step {STOP} of 12 is done" in told[0].out
     assert summary_of(folder) == before and len(rows(folder)) == STOP
+
+
+def test_knobs_that_change_on_resume_change_no_number(run_ranks, runs) -> None:
+    """Recompute gives the same bits; reducing at each microbatch sums in another order."""
+    whole = runs("adamw", 2, None)
+    table = changed(table_of("adamw"), checkpoint={"every_steps": 1, "keep_last": 1}, record={"tensorboard": True})
+    folder = copied(runs("adamw", 2, STOP), "adamw-recompute")
+    run_ranks(2, run_in, changed(table, train={"recompute": "full"}), str(folder), True)
+    assert rows(folder) == rows(whole) and summary_of(folder) == summary_of(whole)
+    assert steps_in(folder) == [12] and (folder / "tensorboard").is_dir()
+    folder = copied(runs("adamw", 2, STOP), "adamw-sync")
+    run_ranks(2, run_in, changed(table, train={"sync": "every"}), str(folder), True)
+    assert_close(folder, whole)
+
+
+def test_the_recipe_in_the_run_folder_resumes_its_run(run_ranks, runs) -> None:
+    folder = copied(runs("adamw", 2, STOP), "adamw-own-recipe")
+    table = tomllib.loads((folder / "recipe.toml").read_text())
+    assert table["train"].pop("stop_after") == STOP
+    run_ranks(2, run_in, table, str(folder), True)
+    assert summary_of(folder) == summary_of(runs("adamw", 2, None))
+
+
+class Noisy:
+    """Rows that draw from all three global generators, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        drawn = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+        return torch.tensor([float(i), *drawn])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_augmentation_continues_as_it_would_have_been(run_ranks, tmp_path, workers) -> None:
+    """Draws depend on (seed, epoch, sample), so neither a resume nor another number of ranks is seen in them."""
+    table = numbers_table(6, 8)
+    table["data"] = {"build": "train.test_resume:Noisy", "workers": workers}
+    table["optimizer"] = {"name": "sgd", "lr": 1e-4}
+    run_ranks(2, run_in, table, str(tmp_path / "whole"))
+    run_ranks(2, run_in, changed(table, train={"stop_after": 6}), str(tmp_path / "cut"))
+    copied(tmp_path / "cut", "other")
+    run_ranks(2, run_in, table, str(tmp_path / "cut"), True)
+    assert summary_of(tmp_path / "cut") == summary_of(tmp_path / "whole")
+    run_ranks(1, run_in, table, str(tmp_path / "other"), True)
+    # fp32 sums of 6 samples in another order: 6e-8 each; other draws would show in the first digits.
+    ours, theirs = ([row["loss"] for row in rows(tmp_path / name)] for name in ("other", "whole"))
+    assert ours == pytest.approx(theirs, rel=1e-5)

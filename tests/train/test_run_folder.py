@@ -183,7 +183,8 @@ def test_an_empty_folder_and_one_that_is_not_there_start_at_step_0(tmp_path, res
         ("file/below", "file is a file"),
         ("file/below/it", "file is a file"),
         ("x" * 300, "File name too long"),
-        ("nul\0byte", "is no path"),
+        ("nul\0byte", "is no path in UTF-8: embedded null byte"),
+        ("\udcff", "is no path in UTF-8"),
         ("dangling", "is a file"),
     ],
 )

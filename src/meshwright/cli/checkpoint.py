@@ -85,7 +85,7 @@ def _ls(root: Path, as_json: bool) -> int:
             print(f"step {row['step']:>8}  torn   {row['because']}")
         else:
             size, digest = f"{row['bytes'] / 1e6:8.1f} MB", str(row["weights_sha256"])[:16]
-            print(f"step {row['step']:>8}  whole  {size}  {row['layout']:<10}  weights {digest}  {row['path']}")
+            print(f"step {row['step']:>8}  whole  {size}  {row['layout']!s:<10}  weights {digest}  {row['path']}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ every key of a recipe: docs/recipe.md"""
 
 def entry() -> NoReturn:
     """Run the program and exit with its code."""
+    _open_closed_streams()
     sys.exit(main(sys.argv[1:]))
 
 
@@ -31,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit code (see `errors`).
     """
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what this terminal's encoding has not
     try:
         code = int(_command(options))
         sys.stdout.flush()
@@ -48,6 +52,17 @@ def main(arguments: Sequence[str]) -> int:
         text = f"meshwright failed by a fault of its own: {type(error).__name__}: {error}"
         _say(error, text if options.debug else f"{text}\nPlease report it with what --debug prints.", options.debug)
         return 70
+
+
+def _open_closed_streams() -> None:
+    """Where a shell closed them (`>&-`), the next files that are opened would take their place and get our lines."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 -- as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -36,6 +36,15 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
+def with_extra_state(model: nn.Module) -> list[str]:
+    """Names of the modules that keep state of a form of their own, which is neither parameter nor buffer."""
+    return [
+        bare_name(name)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
 def batch_norms(model: nn.Module) -> list[str]:
     """Names of the modules whose running statistics depend on which samples a rank saw."""
     return [

@@ -17,7 +17,7 @@ def state_items(model: nn.Module) -> list[tuple[str, Tensor]]:
     first: dict[int, tuple[str, Tensor]] = {}
     items = [(bare_name(name), value) for name, value in model.state_dict(keep_vars=True).items()]
     for name, value in sorted(items, key=lambda item: item[0]):
-        if isinstance(value, Tensor):  # a module's extra state may be anything
+        if isinstance(value, Tensor) and not name.endswith("_extra_state"):  # which may be anything
             first.setdefault(id(value), (name, value))
     return list(first.values())
 

@@ -41,11 +41,22 @@ class State:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, whole, on the host, a tied tensor once."""
-        return {name: local(t.detach()).cpu().contiguous() for name, t in state_items(self.model)}
+        return _apart({name: local(t.detach()).cpu().contiguous() for name, t in state_items(self.model)})
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Optimizer state, whole, on the host."""
         return {name: local(t.detach()).cpu().contiguous() for name, t in named_state(self.optimizer).items()}
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of those that share memory with an earlier one without being the same: a file holds each by itself."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen:
+            tensors[name] = tensor.clone()
+        seen.add(address)
+    return tensors
 
 
 def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> Path:

@@ -58,10 +58,32 @@ def build_optimizer(
         optimizer = _call(factory, groups, {"lr": section.lr, **section.options})
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError("optimizer", f"made a {type(optimizer).__name__}, and a torch.optim.Optimizer is needed.")
+    _name_parameters(optimizer, trainable)
     for group in optimizer.param_groups:
         group["lr"] *= lr_factor
         group[PEAK] = group["lr"]
     return optimizer
+
+
+def _name_parameters(optimizer: torch.optim.Optimizer, trainable: Named) -> None:
+    """Write the names into the groups: a user's own optimizer may have made groups of its own.
+
+    Raises:
+        SpecError: it does not hold each trainable parameter once.
+    """
+    names = {id(parameter): name for name, parameter in trainable}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [name for key, name in names.items() if key not in held]
+    if missing or len(held) != len(names) or not names.keys() >= set(held):
+        rule = f"holds {len(held)} parameters, and the model has {len(names)} to train"
+        listed = f"; it lacks {', '.join(missing[:4])}" if missing else ""
+        raise SpecError(
+            f"optimizer {type(optimizer).__name__}",
+            f"{rule}{listed}.",
+            "Give it every parameter of the groups; freeze what it shall not train with requires_grad = False.",
+        )
+    for group in optimizer.param_groups:
+        group[NAMES] = [names[id(parameter)] for parameter in group["params"]]
 
 
 def _call(factory: OptimizerFactory, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:

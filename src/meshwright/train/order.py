@@ -154,7 +154,7 @@ class SampleOrder:
 
     def sentence(self) -> str:
         """What an epoch is made of, and what it leaves, in one line."""
-        text = f"data: {self.split.num_training} samples, {self.steps_per_epoch} steps an epoch"
+        text = f"data: {self.split.num_training:,} samples, {self.steps_per_epoch:,} steps an epoch"
         if self.left_over:
             others = ", others each time" if self.shuffle else ""
             text += f"; each epoch leaves {self.left_over} of them unused{others} (last_batch = drop)"

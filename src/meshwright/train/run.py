@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshwright.errors import CheckpointError, RankDisagreement, SpecError
+from meshwright.models.anatomy import with_extra_state
 from meshwright.models.digest import state_items, weights_sha256
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.dump import to_table
@@ -149,9 +150,10 @@ class Run:
         self.console = Console(
             speaks=world.speaks, progress=progress, total=max(self.end, start.step), start=start.step
         )
+        self.trainer.stepper.warn = self.console.warn
         for line in [*self.trainer.lines(), *start.lines]:
             self.console.say(line)
-        for line in self.trainer.warnings():
+        for line in [*self.trainer.warnings(), *self._unsaved()]:
             self.console.warn(line)
 
     def _require_one_training(self) -> None:
@@ -167,6 +169,14 @@ class Run:
     def _end(self) -> int:
         train = self.recipe.train
         return min(train.steps, train.stop_after or train.steps)
+
+    def _unsaved(self) -> list[str]:
+        names = with_extra_state(self.trainer.model) if self.folder else []
+        return (
+            [f"checkpoints hold parameters and buffers, and not the extra state of {', '.join(names[:4])}"]
+            if names
+            else []
+        )
 
     def _restore(self) -> None:
         """Put the checkpoint that the run begins at into the trainer."""
@@ -304,6 +314,7 @@ class Run:
         """End the run with a checkpoint of its last step and summary.json; collective. Returns what that holds."""
         if self.folder is None:
             self._reconcile_buffers()
+            require_equal_weights(self.trainer.model, self.world.world_size, f"at step {self.done}")
         self.save()
         summary = self._ended or self.agreement.on_rank_0(self._summarise)
         self.console.close()

@@ -84,6 +84,7 @@ def _require_folder(folder: Path) -> None:
     """Refuse a name that is none, or that something else has."""
     asked, hint = f"run folder {folder}", "Name another with --run-dir."
     try:
+        str(folder).encode()  # safetensors opens no other paths
         os.lstat(folder)
         taken = not folder.is_dir()
     except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +95,7 @@ def _require_folder(folder: Path) -> None:
     except OSError as error:
         raise SpecError(asked, f"cannot be used: {error.strerror}.", hint) from None
     except ValueError as error:
-        raise SpecError(f"run folder {str(folder)!r}", f"is no path: {error}.", hint) from None
+        raise SpecError(f"run folder {str(folder)!r}", f"is no path in UTF-8: {error}.", hint) from None
     if taken:
         raise SpecError(asked, "is a file.", hint)
 

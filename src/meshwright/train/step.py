@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final, final
 
@@ -111,6 +112,8 @@ class Stepper:
         self.parallel, self.mesh, self.loss, self.optimizer = parallel, mesh, loss, optimizer
         self.rules, self.seeds, self.scaler, self.pulse = rules, seeds, scaler, pulse
         self._parameters = [(n, p) for n, p in parallel.bare.named_parameters() if p.requires_grad]
+        self.warn: Callable[[str], None] = partial(warnings.warn, category=MeshwrightWarning)
+        """Where rank 0 is told what the user should know; a run has its console for it."""
         self._before: KeptBuffers | None = None
         self._has_warned = False
         self.idle: list[str] = []
@@ -168,7 +171,7 @@ class Stepper:
 
     def _warn_once(self, text: str) -> None:
         if not self._has_warned and self.mesh.rank == 0:
-            warnings.warn(text, MeshwrightWarning, stacklevel=2)
+            self.warn(text)
         self._has_warned = True
 
     def prepare(self, microbatch: Microbatch, *, reduce: bool) -> Batch:
@@ -224,7 +227,7 @@ class Stepper:
         lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
         if not skipped:
             require_counts(seen.counts, seen.weights)
-            self._update(gradients, scale * self._clipping(norm))
+            self._update(step, gradients, scale * self._clipping(norm))
         elif self._before is not None:
             self._before.put_back()
         self.drop_gradients()
@@ -245,9 +248,10 @@ class Stepper:
         limit = self.rules.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
-    def _update(self, gradients: list[torch.Tensor], factor: float) -> None:
+    def _update(self, step: int, gradients: list[torch.Tensor], factor: float) -> None:
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
+        self.seeds.at(step, -1)  # an optimizer that adds noise must add the same on every rank
         self.optimizer.step()
 
 
