@@ -107,7 +107,7 @@ def _table(
     model: Any, data: Any, loss: Any, optimizer: Any, lr: float, sections: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The recipe of a setup() call, as its file would say it."""
-    table: dict[str, Any] = {name: dict(values) for name, values in sections.items()}
+    table: dict[str, Any] = {name: dict(part) if isinstance(part, Mapping) else part for name, part in sections.items()}
     table["model"] = {"build": _path_of(model)}
     table["data"] = {"build": _path_of(data)} | table.pop("loading", {})
     if loss is not None:
@@ -138,6 +138,7 @@ class Run:
     def __init__(self, inner: InnerRun, leave: ExitStack) -> None:
         self._inner, self._leave = inner, leave
         self._summary: dict[str, Any] | None = None
+        self._closed = False
         # Ranks that `launch` forks end without `atexit`; multiprocessing's finalizers run there, and only there.
         atexit.register(self.close)
         multiprocessing.util.Finalize(self, self._leave.close, exitpriority=10)
@@ -197,6 +198,13 @@ class Run:
 
     def close(self) -> None:
         """Close files and leave the process group. Called at exit if you do not."""
+        inner = self._inner
+        if self._summary is None and inner.folder is not None and inner.unsaved and not self._closed:
+            inner.console.warn(
+                f"the loop ended at step {inner.done} of {inner.end}, and the last checkpoint does not have it; "
+                "call run.save() before you leave the loop early"
+            )
+        self._closed = True
         self._leave.close()
 
 

@@ -161,6 +161,7 @@ def test_mistakes_in_a_hand_written_loop_are_named(mistake: Callable[[Any], None
         ({"model": lambda: 3}, ["torch.nn.Module"]),
         ({"optimizer": "adamm"}, ["adam"]),
         ({"precision": "fp8"}, ["precision.compute", "bf16"]),
+        ({"batchsize": 3}, ["batchsize"]),
         ({"layout": {"dp_replicate": 3}}, ["3", "1 process"]),
     ],
 )
@@ -178,3 +179,63 @@ def test_a_refused_setup_leaves_the_world_so_that_the_next_may_join() -> None:
     run = prepare()
     assert [step.train().step for step in run.steps(2)] == [1, 2]
     run.close()
+
+
+def test_a_second_setup_is_refused_and_leaves_the_first_alone() -> None:
+    run = prepare()
+    with pytest.raises(SpecError, match=r"run\.close\(\)"):
+        prepare()
+    assert [step.train().step for step in run.steps(2)] == [1, 2]
+    run.close()
+
+
+def test_the_length_of_a_training_stays_once_it_has_begun() -> None:
+    run = prepare()
+    assert [step.train().step for step in run.steps(2)] == [1, 2]
+    with pytest.raises(SpecError, match=r"Nearest: run\.steps\(2\)"):
+        list(run.steps(4))
+    run.close()
+
+
+def test_a_loop_that_is_left_early_says_that_its_steps_are_not_saved(tmp_path, capfd) -> None:
+    run = prepare(run_dir=tmp_path / "run")
+    for step in run.steps(4):
+        step.train()
+        if step.number == 2:
+            break
+    run.close()
+    assert "ended at step 2 of 4" in capfd.readouterr().err
+
+
+def uneven_steps(n: int) -> None:
+    run = prepare()
+    for step in run.steps(n + run.world.rank):
+        step.train()
+
+
+def test_ranks_that_ask_for_other_numbers_of_steps_are_told() -> None:
+    with pytest.raises(MeshwrightError, match=r"ranks ask for \[4, 5\] steps"):
+        meshwright.launch(partial(uneven_steps, 4), nproc=2, timeout_s=20)
+
+
+def nan_count(model: torch.nn.Module, batch: Any) -> Any:
+    total, count = loss(model, batch)
+    return total, count * float("nan")
+
+
+def test_a_count_that_is_no_number_skips_the_step() -> None:
+    run = prepare(loss=nan_count, train={"on_nonfinite": "skip"})
+    assert all(step.train().skipped for step in run.steps(2))
+    run.close()
+
+
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("short", torch.ones(3, dtype=torch.uint16))
+
+
+def test_buffers_of_any_type_are_compared_between_ranks(tmp_path) -> None:
+    done = launched(2, with_train, model=Complex, run_dir=str(tmp_path / "run"), checkpoint={"every_steps": 2})
+    assert done["step"] == STEPS

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from meshwright.spec.load import from_table
 from meshwright.train.buffers import KeptBuffers
+from meshwright.train.evaluate import evaluate
 from meshwright.train.trainer import Trainer
 from train.parity import Record, train
 from train.small import SLOTS, WIDTH, Net, Points, small_table, whole_run
@@ -111,8 +112,6 @@ def test_kept_buffers_do_not_disturb_a_backward_pass_to_come() -> None:
 
 
 def modes(world: Any, table: dict[str, Any]) -> list[bool]:
-    from meshwright.train.evaluate import evaluate
-
     trainer = Trainer(from_table(table), world)
     trainer.model.norm.eval()  # frozen statistics, as in fine-tuning
     before = trainer.model.norm.running_mean.clone()

@@ -137,15 +137,14 @@ def die_and_resume(run_ranks, folder: Path, moment: int, whole: Path) -> str:
 
 
 def test_a_run_killed_while_it_saves_resumes_by_itself(run_ranks, whole_run, tmp_path) -> None:
-    """B056: at the first save, in the middle of the third, and while the fourth pushes out the second."""
+    """B056: at the first save, in the third, while the fourth pushes out the second, after the last is published."""
     whole, seen = whole_run
-    fourth = seen.index("os.rename .step-00000004.writing")
+    fourth, last = (seen.index(f"os.rename .step-0000000{step}.writing") for step in (4, 5))
     third = [i for i, what in enumerate(seen) if what == "half optimizer.safetensors"][2]
-    lines = [
-        die_and_resume(run_ranks, tmp_path / str(moment), moment, whole) for moment in (3, third, fourth, fourth + 3)
-    ]
+    moments_of_death = (3, third, fourth, fourth + 3, last + 1)
+    lines = [die_and_resume(run_ranks, tmp_path / str(moment), moment, whole) for moment in moments_of_death]
     assert "no checkpoint yet" in lines[0]
-    assert ["step 2 from" in lines[1], "step 3 from" in lines[2], "step 4 from" in lines[3]] == [True] * 3
+    assert [f"step {step} from" in line for step, line in zip((2, 3, 4, 5), lines[1:], strict=True)] == [True] * 4
 
 
 @pytest.mark.chaos

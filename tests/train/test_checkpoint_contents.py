@@ -241,7 +241,7 @@ def test_odd_tensors_are_saved_and_what_is_not_saved_is_said(run_ranks, tmp_path
     table = buffers_table()
     table["model"] = {"build": "train.test_checkpoint_contents:Sharing"}
     (whole,) = run_ranks(1, run_in, table, str(tmp_path / "whole"))
-    assert whole.err == "warning: checkpoints hold parameters and buffers, and not the extra state of \n"
+    assert whole.err == "warning: checkpoints hold parameters and buffers, and not the extra state of Sharing\n"
     run_ranks(1, run_in, changed(table, train={"stop_after": 2}), str(tmp_path / "cut"))
     (told,) = run_ranks(1, run_in, table, str(tmp_path / "cut"), True)
     weights = load_file(tmp_path / "whole/checkpoints/step-00000004/model.safetensors")

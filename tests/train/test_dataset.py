@@ -69,12 +69,16 @@ def test_own_collate_is_used(workers: int) -> None:
 
 
 def test_closing_a_stream_early_ends_its_workers() -> None:
+    before = children()
     stream = DatasetSource(Squares(), 0, 2).stream(cut(11).places(0, 10**6))
     next(stream)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert len(children) >= 2
+    assert len(children() - before) == 2
     stream.close()
-    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
+    assert wait_until(lambda: not children() - before)
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 class Fails:

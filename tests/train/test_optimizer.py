@@ -164,9 +164,9 @@ def test_rates_follow_the_schedule_in_every_group_and_scaling_says_both_numbers(
     table["batch"] |= {"tuned_global_batch_size": 3}  # a batch 4 times as large: a factor of 2
     shape = [0.5, 1.0, 1.0, 1.0, 1.0, 0.875, 0.75, 0.625]
     for rates, inside, line in run_ranks(2, rates_and_line, table):
-        assert rates == pytest.approx([0.4 * x for x in shape], rel=1e-12)  # the first group is the pattern's
-        assert [row[0] for row in inside] == rates
-        assert [row[1] for row in inside] == pytest.approx([0.04 * x for x in shape], rel=1e-12)
+        assert rates == pytest.approx([0.04 * x for x in shape], rel=1e-12)
+        assert [row[0] for row in inside] == pytest.approx([0.4 * x for x in shape], rel=1e-12)  # the pattern's group
+        assert [row[1] for row in inside] == rates
         assert line.startswith("lr 0.02 -> 0.04 (lr_scaling sqrt, x2): tuned at global batch 3, this run has 12.")
 
 

@@ -19,10 +19,10 @@ QUICK = settings(max_examples=60, deadline=None)
 def orders(draw: st.DrawFn) -> SampleOrder:
     size = draw(st.integers(1, 300))
     fraction = draw(st.sampled_from([0.0, 0.0, 0.1, 0.29, 0.5]))
-    split = Split(size, fraction, seed=draw(st.integers(0, 5)))
+    shuffle, keep = draw(st.booleans()), draw(st.booleans())
+    split = Split(size, fraction, draw(st.integers(0, 5)), shuffle)
     batch = draw(st.integers(1, split.num_training))
-    keep = draw(st.booleans())
-    return SampleOrder(split, batch, draw(st.integers(0, 2**40)), draw(st.booleans()), "keep" if keep else "drop")
+    return SampleOrder(split, batch, draw(st.integers(0, 2**40)), shuffle, "keep" if keep else "drop")
 
 
 @QUICK
@@ -70,13 +70,14 @@ def test_samples_before_is_the_number_of_samples_of_the_steps_before(order: Samp
 
 
 @QUICK
-@given(st.integers(1, 400), st.floats(0, 0.9), st.integers(0, 9))
-def test_a_split_is_disjoint_and_complete(size: int, fraction: float, seed: int) -> None:
-    split = Split(size, fraction, seed)
+@given(st.integers(1, 400), st.floats(0, 0.9), st.integers(0, 9), st.booleans())
+def test_a_split_is_disjoint_and_complete(size: int, fraction: float, seed: int, shuffle: bool) -> None:
+    split = Split(size, fraction, seed, shuffle)
     training = split.training_ids(np.arange(split.num_training)).tolist()
     held_out = split.held_out_ids(np.arange(split.num_held_out)).tolist()
     assert sorted(training + held_out) == list(range(size))
     assert split.num_held_out <= size * fraction + 1e-9 < split.num_held_out + 1 + 1e-9
+    assert shuffle or training == list(range(split.num_training))  # the data set's own order stays
 
 
 def test_a_share_that_is_whole_in_decimals_is_whole() -> None:

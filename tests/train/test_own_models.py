@@ -16,7 +16,7 @@ from meshwright.errors import SpecError
 from meshwright.spec.load import from_table
 from meshwright.train.trainer import Parts, Trainer
 from train.parity import Record, joined_ids, largest_distances, train
-from train.small import CLASSES, WIDTH, Net, by_hand, cross_entropy, loss, small_table
+from train.small import CLASSES, WIDTH, Net, by_hand, cross_entropy, loss, small_table, whole_run
 
 BOUND = 1e-11
 """fp64 sums in another order differ by 1e-16 of themselves; a few steps let that grow."""
@@ -107,6 +107,14 @@ def idle(world: Any, table: dict[str, Any]) -> list[list[str]]:
 def test_b098_trainable_parameters_without_a_gradient_are_named_on_each_rank(run_ranks) -> None:
     found = run_ranks(2, idle, table_of("Branches", 2, batch={"global_batch_size": 12, "microbatch_size": 3}))
     assert found == [[["never.weight", "never.bias"]] * 2] * 2  # the frozen layer is none of them
+
+
+def test_b098_a_run_says_which_parameters_get_no_gradient(run_ranks) -> None:
+    table = table_of("Branches", 2, batch={"global_batch_size": 12, "microbatch_size": 3})
+    (_, said, _), (_, other, _) = run_ranks(2, whole_run, table)
+    names = "never.weight, never.bias"
+    assert said == f"warning: 2 trainable parameters got no gradient in the first step: {names}\n" and other == ""
+    assert run_ranks(1, whole_run, small_table(1))[0][1] == ""
 
 
 class Methods(nn.Module):

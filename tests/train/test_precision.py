@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from meshwright.spec.load import from_table
 from meshwright.train.evaluate import evaluate
 from meshwright.train.loader import Cut
 from meshwright.train.loss import token_cross_entropy
+from meshwright.train.run import begin_run
 from meshwright.train.scaler import FIRST_SCALE, GROWTH_INTERVAL, LossScaler
 from meshwright.train.trainer import Trainer
 from train.parity import MODELS, SEQ_LEN, largest_distances, recipe_table, train
@@ -191,10 +194,6 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_long_success() -> N
 
 
 def fp16_run(world: Any, table: dict[str, Any], folder: str, resume: bool) -> tuple[dict[str, Any], float, int]:
-    from pathlib import Path
-
-    from meshwright.train.run import begin_run
-
     run = begin_run(from_table(table), Path(folder), resume=resume, world=world, progress=False)
     scaler = run.trainer.stepper.scaler
     if not resume:
@@ -209,8 +208,6 @@ def fp16_run(world: Any, table: dict[str, Any], folder: str, resume: bool) -> tu
 
 
 def test_fp16_scales_skips_overflows_together_and_carries_its_scale_over(run_ranks, tmp_path) -> None:
-    import json
-
     table = small_table(24, **FP16)
     (whole, *_), _ = run_ranks(2, fp16_run, table, str(tmp_path / "a"), False)
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]

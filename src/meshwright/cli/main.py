@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn, final
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import Interrupted, MeshwrightError
 from meshwright.version import __version__
 
 EPILOG: Final = """\
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except MeshwrightError as error:
-        _say(error, f"error: {error}", options.debug)
+        _say(error, str(error) if isinstance(error, Interrupted) else f"error: {error}", options.debug)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

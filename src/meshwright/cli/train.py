@@ -7,7 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from meshwright.errors import SpecError
+from meshwright.errors import Interrupted, SpecError
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.layout import resolve
 from meshwright.spec.load import load
@@ -16,6 +16,7 @@ from meshwright.train.environ import check_nproc, read_place
 from meshwright.train.launch import launch
 from meshwright.train.run_folder import find_start
 from meshwright.train.runnable import require_runnable
+from meshwright.train.stored import newest_good
 
 
 def train(options: argparse.Namespace) -> int:
@@ -31,13 +32,26 @@ def train(options: argparse.Namespace) -> int:
         folder = default_folder(options.recipe)
     nproc = place.world_size if place else _nproc(recipe, options.nproc)
     _require_whole(recipe, nproc)
-    if folder is not None and (place is None or place.rank == 0):
+    if folder is not None and place is None:  # torchrun's ranks join first, and agree
         find_start(folder, recipe, resume=options.resume, hashes=False)
     if place is None:
         _import_for_ranks()
     work = partial(train_rank, recipe, folder, options.recipe, options.resume)
-    launch(work, nproc, timeout_s=recipe.train.timeout_s, log_dir=folder if options.debug else None)
+    try:
+        launch(work, nproc, timeout_s=recipe.train.timeout_s, log_dir=folder if options.debug else None)
+    except Interrupted as stop:
+        if folder is not None:
+            stop.args = (f"{stop} {_how_to_go_on(folder)}",)
+        raise
     return 0
+
+
+def _how_to_go_on(folder: Path) -> str:
+    """What a run that was interrupted can be continued from."""
+    newest, _ = newest_good(folder, hashes=False)
+    if newest is None:
+        return f"There is no checkpoint in {folder}."
+    return f"The newest checkpoint is of step {newest.step}: continue with --resume --run-dir {folder}."
 
 
 def default_folder(recipe: str) -> Path:

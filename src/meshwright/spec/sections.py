@@ -78,7 +78,7 @@ class DataSection:
         "Loader processes per rank for a `build` dataset; 0 loads in the training process.",
         None,
         least=0,
-        left_out="1 for `build`; a thread for the other sources",
+        left_out="1 for `build`; the other sources have none",
     )
     arguments: Table = open_table("Keyword arguments of `build`.")  # noqa: RUF009 -- a field, as with key()
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from meshwright.errors import MeshwrightError, RankDied
-
-from .lastwords import ERROR, EXIT, LEFT_WORLD, LOST_PEER, RETURNED, LastWords, revive
-from .pulse import LEFT, Moment
+from meshwright.train.lastwords import ERROR, EXIT, LEFT_WORLD, LOST_PEER, OWN_FAULT, RETURNED, LastWords, revive
+from meshwright.train.pulse import LEFT, Moment
 
 _HINTS: Final[dict[int, tuple[str, str]]] = {
     signal.SIGKILL: (
@@ -27,11 +26,11 @@ _HINTS: Final[dict[int, tuple[str, str]]] = {
     ),
     signal.SIGBUS: ("native code lost its memory.", "Usually /dev/shm or a mapped file ran out of room."),
     signal.SIGABRT: ("native code gave up.", "The last lines it printed say why."),
-    signal.SIGTERM: ("somebody asked it to end: a person, or a scheduler with a limit", ""),
+    signal.SIGTERM: ("somebody asked it to end: a person, or a scheduler with a limit.", ""),
 }
 _FIX_HANG: Final = (
-    "Look for a collective that only some ranks call, a loader that waits, or a slow step; launch(timeout_s=...) gives "
-    "it more time."
+    "Look for a collective that only some ranks call, a loader that waits, or a slow step; train.timeout_s, or "
+    "launch(timeout_s=...), gives it more time."
 )
 
 
@@ -116,6 +115,10 @@ def _blame_error(words: LastWords, own: Sequence[LastWords], witnesses: Sequence
         moment = next(w.moment for w in witnesses if w.rank == words.rank)
         where = f", at {words.where}" if words.where else ""
         error = RankDied(f"rank {words.rank} raised {words.error}; {moment}{where}")
+        if words.exit_code == OWN_FAULT:
+            error = MeshwrightError(
+                str(error), "a fault of meshwright's own.", "Please report it with what --debug prints."
+            )
     if words.details:
         error.add_note(f"On rank {words.rank}:\n{words.details.rstrip()}")
     return error

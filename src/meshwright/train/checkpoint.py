@@ -84,6 +84,15 @@ def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_las
     return target
 
 
+def tidy(home: Path, step: int, keep_last: int) -> None:
+    """Finish what a run that was killed while it saved had begun: remove leftovers, and what is beyond `keep_last`."""
+    try:
+        _clear_leftovers(home)
+        _prune(home, step, keep_last)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints in {home}", f"cannot be removed: {error.strerror}.") from error
+
+
 def _write(target: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> None:
     home = target.parent
     home.mkdir(parents=True, exist_ok=True)

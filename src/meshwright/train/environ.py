@@ -91,8 +91,9 @@ def _half_set(environ: Mapping[str, str]) -> Fault | None:
     if tasks.isdigit() and int(tasks) > 1:
         return Fault(
             _ASKED,
-            f"SLURM_NTASKS={tasks} (from Slurm) and WORLD_SIZE is not set, so each of {tasks} tasks would train alone",
-            "Start one task per node with `srun torchrun --nnodes N --nproc-per-node M ...`.",
+            f"SLURM_NTASKS={tasks} (from Slurm) and WORLD_SIZE is not set: each task would train alone.",
+            "Start one task per node with `srun torchrun --nnodes N --nproc-per-node M ...`; in a batch script that"
+            " runs once, unset SLURM_NTASKS.",
         )
     return None
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NoReturn, final
 
-from .environ import Place
-from .inquest import CONNECT_S, PERIOD_S, Signalled, end_rank
-from .lastwords import LEFT_WORLD, LastWords
-from .notices import Notice, NoticeBoard, connect_board, own_start, this_host
-from .pulse import Pulse, create_own_board, open_board, remove_own_board
+from meshwright.train.environ import Place
+from meshwright.train.inquest import CONNECT_S, PERIOD_S, Signalled, end_rank
+from meshwright.train.lastwords import LEFT_WORLD, LastWords
+from meshwright.train.notices import Notice, NoticeBoard, connect_board, own_start, this_host
+from meshwright.train.pulse import Pulse, create_own_board, open_board, remove_own_board
 
 
 @final

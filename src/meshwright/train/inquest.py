@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Final, NoReturn, final
 
 from meshwright.errors import Interrupted, MeshwrightError, RankDied
-
-from .blame import Witness, find_cause
-from .environ import DEBUG, Place
-from .lastwords import ENDED, LEFT_WORLD, LOST_PEER, LastWords, last_words, leave
-from .notices import Notice, NoticeBoard, connect_board, exit_code_of, latest_moment, state_of, this_host
-from .pulse import Moment, open_board, read_moment, remove_own_board
+from meshwright.train.blame import Witness, find_cause
+from meshwright.train.environ import DEBUG, Place
+from meshwright.train.lastwords import ENDED, LEFT_WORLD, LOST_PEER, LastWords, last_words, leave
+from meshwright.train.notices import (
+    Notice,
+    NoticeBoard,
+    connect_board,
+    exit_code_of,
+    latest_moment,
+    state_of,
+    this_host,
+)
+from meshwright.train.pulse import Moment, open_board, read_moment, remove_own_board
 
 # How often a rank posts a notice.
 PERIOD_S: Final = 1.0

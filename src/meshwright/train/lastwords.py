@@ -43,6 +43,11 @@ _PEER_MARKS: Final = (
     "connect() timed out",
     "The client socket has",
 )
+OWN_FAULT: Final = MeshwrightError.exit_code
+"""Exit code of a fault of meshwright's own."""
+
+PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
+
 _PEER_TYPES: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -107,7 +112,7 @@ def last_words(rank: int, error: BaseException | None) -> LastWords:
         str(error),
         parts,
         tuple((fault.where, fault.rule, fault.nearest) for fault in faults),
-        error.exit_code if isinstance(error, MeshwrightError) else 4,
+        error.exit_code if isinstance(error, MeshwrightError) else OWN_FAULT if _is_ours(error) else 4,
         _where(error),
         "".join(traceback.format_exception(error)),
     )
@@ -165,6 +170,17 @@ def leave(exit_code: int) -> NoReturn:
         with suppress(Exception):
             stream.flush()
     os._exit(exit_code)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Was it raised in this package, or in a library that this package called, rather than the user's code?"""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(PACKAGE):
+            return True
+        if not frame.filename.startswith((*libraries, "<")):
+            return False
+    return False
 
 
 def _where(error: BaseException) -> str:

@@ -23,12 +23,11 @@ from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from meshwright.errors import Interrupted, MeshwrightError, SpecError
-
-from .environ import DEBUG, DEFAULT_TIMEOUT_S, ROOM, TIMEOUT_S, Place, check_nproc, read_place
-from .lastwords import last_words, leave, write_words
-from .native import die_with, release_openmp_threads, settle_torch
-from .pulse import Pulse, create_board, open_board, start_heart
-from .supervise import STOPPED_S, Patience, Terminated, end_ranks, read_words, supervise
+from meshwright.train.environ import DEBUG, DEFAULT_TIMEOUT_S, ROOM, TIMEOUT_S, Place, check_nproc, read_place
+from meshwright.train.lastwords import last_words, leave, write_words
+from meshwright.train.native import die_with, release_openmp_threads, settle_torch
+from meshwright.train.pulse import Pulse, create_board, open_board, start_heart
+from meshwright.train.supervise import STOPPED_S, Patience, Terminated, end_ranks, read_words, supervise
 
 T = TypeVar("T")
 Start = Literal["auto", "fork", "spawn"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from meshwright.spec.batch import BatchPlan, microbatches_of_rank
-from meshwright.train.corpus import Corpus
+from meshwright.train.corpus import Corpus, checksum
 from meshwright.train.order import Ids, SampleOrder
 
 Batch = Any
@@ -97,6 +97,10 @@ class Source(Protocol):
     def num_samples(self) -> int:
         """Samples in the data."""
 
+    @property
+    def checksum(self) -> int | None:
+        """Tells one content from another; None where only the user could."""
+
     def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]:
         """A microbatch for each place, in their order."""
 
@@ -123,6 +127,11 @@ class TokenSource:
     def num_samples(self) -> int:
         """Samples in the data."""
         return self.corpus.rows.num_rows
+
+    @property
+    def checksum(self) -> int | None:
+        """Of the token ids."""
+        return checksum(self.corpus.rows.ids)
 
     def stream(self, places: Iterator[Place]) -> Iterator[Microbatch]:
         """A microbatch for each place, in their order."""

@@ -16,8 +16,8 @@ from typing import Final, final
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, and missing from the stubs
 
-from .lastwords import LastWords, format_words, parse_words
-from .pulse import Moment, open_board, process_state, read_moment, read_stat
+from meshwright.train.lastwords import LastWords, format_words, parse_words
+from meshwright.train.pulse import Moment, open_board, process_state, read_moment, read_stat
 
 _START_FIELD: Final = 19
 _EXIT_CODE_FIELD: Final = 49

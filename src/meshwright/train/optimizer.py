@@ -115,11 +115,10 @@ def _group(members: Named, group: Group) -> dict[str, Any]:
     return {"params": [p for _, p in members], NAMES: [name for name, _ in members], **group.options}
 
 
-def set_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> float:
-    """Give every group its peak rate times the schedule's multiplier; return the first group's rate."""
+def set_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
+    """Give every group its peak rate times the schedule's multiplier."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * multiplier
-    return float(optimizer.param_groups[0]["lr"])
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

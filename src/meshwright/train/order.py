@@ -70,11 +70,13 @@ class Split:
         num_samples: samples in the data set.
         fraction: share that is held out.
         seed: the recipe's seed.
+        shuffle: False holds out the last samples, so that the others keep their order.
     """
 
     num_samples: int
     fraction: float
     seed: int
+    shuffle: bool = True
 
     @property
     def num_held_out(self) -> int:
@@ -88,11 +90,14 @@ class Split:
 
     def training_ids(self, positions: Ids) -> Ids:
         """Sample ids of positions in range(num_training)."""
-        return permute(positions, self.num_samples, f"split/{self.seed}") if self.num_held_out else positions
+        return self._ids(positions) if self.num_held_out else positions
 
     def held_out_ids(self, positions: Ids) -> Ids:
         """Sample ids of positions in range(num_held_out)."""
-        return permute(positions + self.num_training, self.num_samples, f"split/{self.seed}")
+        return self._ids(positions + self.num_training)
+
+    def _ids(self, positions: Ids) -> Ids:
+        return permute(positions, self.num_samples, f"split/{self.seed}") if self.shuffle else positions
 
 
 @dataclass(frozen=True, slots=True)

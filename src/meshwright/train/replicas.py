@@ -23,11 +23,17 @@ def disagreeing(named: NamedTensors, world_size: int) -> list[str]:
     if world_size == 1 or not named:
         return []
     named = [(name, local(tensor.detach())) for name, tensor in named if tensor.numel()]
-    mine = torch.stack([torch.hash_tensor(tensor).view(torch.int64).cpu().reshape(()) for _, tensor in named])
+    mine = torch.stack([torch.hash_tensor(_plain(tensor)).view(torch.int64).cpu().reshape(()) for _, tensor in named])
     low, high = mine.clone(), mine.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
     return [name for (name, _), same in zip(named, (low == high).tolist(), strict=True) if not same]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a type that can be hashed: bytes, where torch has no kernel for its own."""
+    known = tensor.is_floating_point() or tensor.dtype in (torch.int64, torch.int32, torch.uint8, torch.bool)
+    return tensor if known else tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def require_equal_weights(model: nn.Module, world_size: int, when: str) -> None:

@@ -8,8 +8,9 @@ summary.json
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, final
@@ -23,7 +24,7 @@ from meshwright.spec.layout import resolve, section_of
 from meshwright.spec.load import from_table
 from meshwright.spec.recipe import Recipe, walk
 from meshwright.train.agree import Agreement
-from meshwright.train.checkpoint import load, save
+from meshwright.train.checkpoint import load, save, tidy
 from meshwright.train.evaluate import evaluate
 from meshwright.train.loader import Microbatch
 from meshwright.train.native import keep_freed_memory
@@ -146,6 +147,7 @@ class Run:
         kept = None if self._ended else folder  # a run that has ended is looked at, and not touched
         if kept is not None:
             agreement.on_rank_0(lambda: open_folder(kept, recipe, start))
+            agreement.on_rank_0(lambda: tidy(kept / CHECKPOINTS, start.step, recipe.checkpoint.keep_last))
         self.recorder = Recorder(kept, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step)
         self.console = Console(
             speaks=world.speaks, progress=progress, total=max(self.end, start.step), start=start.step
@@ -171,19 +173,17 @@ class Run:
         return min(train.steps, train.stop_after or train.steps)
 
     def _unsaved(self) -> list[str]:
-        names = with_extra_state(self.trainer.model) if self.folder else []
-        return (
-            [f"checkpoints hold parameters and buffers, and not the extra state of {', '.join(names[:4])}"]
-            if names
-            else []
-        )
+        names = [name or type(self.trainer.model).__name__ for name in with_extra_state(self.trainer.model)]
+        if not names or self.folder is None:
+            return []
+        return [f"checkpoints hold parameters and buffers, and not the extra state of {', '.join(names[:4])}"]
 
     def _restore(self) -> None:
         """Put the checkpoint that the run begins at into the trainer."""
         checkpoint, folder = self.start.checkpoint, self.folder
         if checkpoint is None or folder is None:
             return
-        self.agreement.on_rank_0(lambda: self._require_same_data(checkpoint.manifest["data"]["num_samples"]))
+        self.agreement.on_rank_0(lambda: self._require_same_data(checkpoint.manifest["data"]))
         load(checkpoint, self.trainer.state)
         self._tokens = self._tokens_before = int(checkpoint.manifest["tokens"])
         scaler = self.trainer.stepper.scaler
@@ -193,12 +193,16 @@ class Run:
         if checkpoint.step >= self.end:
             self._ended = self.agreement.on_rank_0(lambda: read_summary(folder, checkpoint.step))
 
-    def _require_same_data(self, before: int) -> None:
-        now = self.trainer.source.num_samples
-        if before != now:
+    def _require_same_data(self, before: Mapping[str, Any]) -> None:
+        source, rule = self.trainer.source, ""
+        if before["num_samples"] != source.num_samples:
+            rule = f"the data has {source.num_samples} samples, and had {before['num_samples']}"
+        elif before.get("crc32") is not None and before["crc32"] != source.checksum:
+            rule = f"the data has {source.num_samples} samples as before, with other tokens than"
+        if rule:
             raise CheckpointError(
                 f"resuming {self.folder}",
-                f"the data has {now} samples, and had {before} when the checkpoint was written.",
+                f"{rule} when the checkpoint was written.",
                 "The same step would train on other samples; give the run its data back.",
             )
 
@@ -213,8 +217,19 @@ class Run:
         Raises:
             SpecError: a rule of the recipe is broken by it, or it differs from what the checkpoint's training had.
         """
+        everyone = self.agreement.gather(steps)
+        if set(everyone) != {steps}:
+            raise RankDisagreement(
+                f"run.steps({steps})", f"ranks ask for {everyone} steps.", "Give all the same number."
+            )
         if steps == self.recipe.train.steps:
             return
+        if self.done > self.start.step:
+            raise SpecError(
+                f"run.steps({steps})",
+                f"{self.done} steps of a training of {self.recipe.train.steps} are done, and schedules end there.",
+                f"Nearest: run.steps({self.recipe.train.steps}).",
+            )
         if self.start.checkpoint is not None:
             raise SpecError(
                 f"run.steps({steps})",
@@ -238,7 +253,8 @@ class Run:
 
     def after(self, result: StepResult, seconds: float) -> None:
         """What follows a step: validation, record and checkpoint, where they are due; collective."""
-        self._tokens, self._seconds, self.last = self._tokens + int(result.count), self._seconds + seconds, result
+        self._seconds, self.last = self._seconds + seconds, result
+        self._tokens += int(result.count) if math.isfinite(result.count) else 0
         samples = self.trainer.order.samples_before(result.step)
         row = metrics_row(result, tokens=self._tokens, samples=samples, seconds=seconds)
         if self._is_due(result.step, self.recipe.validation.every_steps) and self.trainer.split.num_held_out:
@@ -297,6 +313,11 @@ class Run:
         self.agreement.on_rank_0(lambda: save(home, step, state, facts, keep))
         self._saved_step = step
 
+    @property
+    def unsaved(self) -> bool:
+        """Are there steps that no checkpoint has?"""
+        return self.last is not None and self._saved_step != self.done
+
     def _facts(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
@@ -306,7 +327,11 @@ class Run:
             "tokens": self._tokens,
             "samples": trainer.order.samples_before(self.done),
             "loss_scale": [trainer.stepper.scaler.scale, trainer.stepper.scaler.good_steps],
-            "data": {"num_samples": trainer.source.num_samples, "about": trainer.about_data},
+            "data": {
+                "num_samples": trainer.source.num_samples,
+                "about": trainer.about_data,
+                "crc32": trainer.source.checksum,
+            },
             "recipe": to_table(self.recipe),
         }
 

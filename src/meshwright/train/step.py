@@ -54,6 +54,7 @@ class StepRules:
     Attributes:
         batch: the microbatch grid.
         schedule: learning rate by optimizer step.
+        lr: peak rate of what no group gives a rate of its own.
         steps: steps of the whole training, where schedules end.
         max_grad_norm: clip at this global norm; None clips nothing.
         on_nonfinite: stop | skip.
@@ -62,6 +63,7 @@ class StepRules:
 
     batch: BatchPlan
     schedule: ScheduleSection
+    lr: float
     steps: int
     max_grad_norm: float | None
     on_nonfinite: str
@@ -75,7 +77,7 @@ class StepResult:
     Attributes:
         step: the step, from 1.
         loss: sum over all microbatches of all ranks / count over all, of each pair, added.
-        lr: rate of the first parameter group.
+        lr: the recipe's rate, scaled and scheduled; groups may have their own.
         grad_norm: global 2-norm before clipping.
         count: label tokens (or samples) of the first pair.
         samples: samples of the step.
@@ -224,14 +226,17 @@ class Stepper:
         norm = seen.norm * scale
         loss = math.fsum(total / divisor(n) for total, n in zip(seen.totals, seen.counts, strict=True))
         skipped = self._verdict(mine, seen, loss, norm, weights if replay else None)
-        lr = set_rate(self.optimizer, lr_multiplier(self.rules.schedule, self.rules.steps, step))
+        multiplier = lr_multiplier(self.rules.schedule, self.rules.steps, step)
+        set_rate(self.optimizer, multiplier)
         if not skipped:
             require_counts(seen.counts, seen.weights)
             self._update(step, gradients, scale * self._clipping(norm))
         elif self._before is not None:
             self._before.put_back()
         self.drop_gradients()
-        return StepResult(step + 1, loss, lr, norm, seen.counts[0], seen.samples, skipped, sums.ids)
+        return StepResult(
+            step + 1, loss, self.rules.lr * multiplier, norm, seen.counts[0], seen.samples, skipped, sums.ids
+        )
 
     def _verdict(self, mine: list[Microbatch], seen: Seen, loss: float, norm: float, weights: Weights | None) -> str:
         """Empty if the update may be made; else why it is skipped. All ranks see the same numbers."""

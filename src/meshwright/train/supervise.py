@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Final, final
 
 from meshwright.errors import Interrupted, MeshwrightError
-
-from .blame import Witness, find_cause
-from .lastwords import LastWords, parse_words
-from .pulse import is_stopped, open_board, read_moment
+from meshwright.train.blame import Witness, find_cause
+from meshwright.train.lastwords import LastWords, parse_words
+from meshwright.train.pulse import is_stopped, open_board, read_moment
 
 POLL_S: Final = 0.05
 # How long after the first failure others may still add theirs: a neighbour's noise often arrives before the cause.

@@ -56,7 +56,8 @@ class FileTokenizer:
     def encode(self, document: bytes) -> NDArray[np.generic]:
         """Ids of one UTF-8 document."""
         text = document.decode("utf-8", errors="replace")
-        return np.array(self.inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        # encode() would hold the interpreter for the whole document, and a rank that gives no sign of life is ended
+        return np.array(self.inner.encode_batch([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""

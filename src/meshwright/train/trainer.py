@@ -21,6 +21,7 @@ from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import lr_factor, plan_batch
 from meshwright.spec.layout import resolve
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.sections import ClusterSection
 from meshwright.train.checkpoint import State
 from meshwright.train.corpus import load_corpus
 from meshwright.train.dataset import DatasetSource
@@ -79,7 +80,7 @@ class Trainer:
         self.batch = plan_batch(recipe.batch, self.layout.dp_degree)
         self.lr_scaling = lr_factor(recipe.optimizer, recipe.batch)
         self.source, self.about_data, vocab_size = _source(recipe, world, parts)
-        self.split = Split(self.source.num_samples, recipe.validation.fraction, recipe.train.seed)
+        self.split = Split(self.source.num_samples, recipe.validation.fraction, recipe.train.seed, recipe.data.shuffle)
         self.order = SampleOrder(
             self.split, self.batch.global_batch_size, recipe.train.seed, recipe.data.shuffle, recipe.data.last_batch
         )
@@ -113,6 +114,7 @@ class Trainer:
         rules = StepRules(
             batch=self.batch,
             schedule=recipe.schedule,
+            lr=recipe.optimizer.lr * self.lr_scaling.factor,
             steps=recipe.train.steps,
             max_grad_norm=recipe.optimizer.max_grad_norm,
             on_nonfinite=recipe.train.on_nonfinite,
@@ -157,14 +159,18 @@ class Trainer:
 
     def warnings(self) -> list[str]:
         """What the user should know because it is not what one process with one big batch would do."""
+        cluster = (
+            [] if self.recipe.cluster == ClusterSection() else ["[cluster] is for planning; a run takes this machine"]
+        )
         norms = batch_norms(self.model)
         if not norms or self.batch.total_microbatches == 1:
-            return []
+            return cluster
         return [
+            *cluster,
             f"{len(norms)} batch norm layers ({norms[0]}, ...) take their statistics from each microbatch of "
             f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; "
             "accumulation does not change that. Running statistics are averaged over ranks before they are used or "
-            "saved. GroupNorm or LayerNorm has no such effect."
+            "saved. GroupNorm or LayerNorm has no such effect.",
         ]
 
 

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, and missing from the stubs
 
 from meshwright.errors import SpecError
-
-from .environ import ROOM, Place, read_place, read_timeout_s
-from .herald import Herald
-from .native import quiet_torch
-from .pulse import LEFT, Pulse, open_board
+from meshwright.train.environ import ROOM, Place, read_place, read_timeout_s
+from meshwright.train.herald import Herald
+from meshwright.train.native import quiet_torch
+from meshwright.train.pulse import LEFT, Pulse, open_board
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,12 @@ def join_world(timeout_s: float | None = None, *, device: str | None = None) -> 
     Raises:
         SpecError: the environment contradicts itself, or asks for more devices than the node has.
     """
+    if dist.is_initialized():
+        raise SpecError(
+            "joining the world",
+            "this process is in a process group already.",
+            "Close the run before (run.close()), or start another process.",
+        )
     place = read_place() or Place()
     timeout_s = read_timeout_s() if timeout_s is None else timeout_s
     chosen = _choose_device(place, device)
