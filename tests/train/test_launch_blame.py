@@ -159,3 +159,29 @@ def test_a_beat_is_seen_through_the_file(tmp_path):
 
 def test_the_names_of_signals_are_the_systems():
     assert "SIGBUS" in str(find_cause([ended(0, code=-signal.SIGBUS)]))
+
+
+def our_own_bug() -> None:
+    from meshwright.spec.schedule import lr_multiplier
+
+    lr_multiplier(None, 1, 0)  # type: ignore[arg-type]
+
+
+def their_bug() -> None:
+    {}["missing"]
+
+
+def called_wrongly() -> None:
+    from meshwright.parallel.entry import Entry
+
+    Entry(None)(their_bug)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("raises", "code"), [(our_own_bug, 70), (their_bug, 4), (called_wrongly, 4)])
+def test_a_fault_of_our_own_is_told_from_one_of_the_users(raises, code) -> None:
+    try:
+        raises()
+    except Exception as error:
+        assert last_words(0, error).exit_code == code
+    else:
+        pytest.fail("nothing was raised")

@@ -47,6 +47,8 @@ OWN_FAULT: Final = MeshwrightError.exit_code
 """Exit code of a fault of meshwright's own."""
 
 PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
+DOOR: Final = os.path.join("parallel", "entry.py")
+"""Where the user's functions are called: what is raised right there is a function that does not take the arguments."""
 
 _PEER_TYPES: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -177,7 +179,7 @@ def _is_ours(error: BaseException) -> bool:
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(PACKAGE):
-            return True
+            return not frame.filename.endswith(DOOR)
         if not frame.filename.startswith((*libraries, "<")):
             return False
     return False
