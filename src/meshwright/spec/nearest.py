@@ -46,6 +46,12 @@ def listed(items: Iterable[object], word: str = "or") -> str:
     return f" {word} ".join([part for part in (", ".join(words[:-1]), words[-1]) if part]) if words else ""
 
 
+def first_of(names: Sequence[str], limit: int = 4) -> str:
+    """The first names, and how many more there are: `a, b, c, d and 3 more`."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def shown(value: object, limit: int = 60) -> str:
     """A value as TOML spells it, cut after `limit` characters."""
     match value:

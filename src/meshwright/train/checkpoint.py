@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.errors import CheckpointError
 from meshwright.models.digest import state_items, weights_sha256
+from meshwright.spec.nearest import first_of
 from meshwright.train import stored
 from meshwright.train.optimizer import NAMES, load_named_state, named_state
 from meshwright.train.step import local
@@ -196,13 +197,9 @@ def _require_trained(checkpoint: Stored, moments: Mapping[str, torch.Tensor], op
     if frozen:
         raise CheckpointError(
             f"checkpoint {checkpoint.path}",
-            f"has optimizer state of parameters that are not trained now: {_first(frozen)}.",
+            f"has optimizer state of parameters that are not trained now: {first_of(frozen)}.",
             "The model must be the one that was saved.",
         )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -213,6 +210,6 @@ def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted:
         if names:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}",
-                f"{what}: {_first(names)}.",
+                f"{what}: {first_of(names)}.",
                 "The model must be the one that was saved.",
             )

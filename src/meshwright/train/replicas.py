@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from meshwright.errors import RankDisagreement
 from meshwright.models.anatomy import bare_name, batch_norms, parameters_in_order
+from meshwright.spec.nearest import first_of
 from meshwright.train.step import local
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -49,10 +50,9 @@ def require_equal_weights(model: nn.Module, world_size: int, when: str) -> None:
     """
     names = disagreeing(parameters_in_order(model), world_size)
     if names:
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise RankDisagreement(
             f"weights {when}",
-            f"differ between ranks: {listed}.",
+            f"differ between ranks: {first_of(names)}.",
             "A function that builds the model must give the same weights on every rank: draw random numbers from "
             "torch's, numpy's or Python's global generators alone, which are seeded for it.",
         )

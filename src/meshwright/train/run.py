@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from meshwright.spec.batch import plan_batch
 from meshwright.spec.dump import to_table
 from meshwright.spec.layout import resolve, section_of
 from meshwright.spec.load import from_table
+from meshwright.spec.nearest import first_of
 from meshwright.spec.recipe import Recipe, walk
 from meshwright.train.agree import Agreement
 from meshwright.train.checkpoint import load, save, tidy
@@ -197,7 +199,7 @@ class Run:
         source, rule = self.trainer.source, ""
         if before["num_samples"] != source.num_samples:
             rule = f"the data has {source.num_samples} samples, and had {before['num_samples']}"
-        elif before.get("crc32") is not None and before["crc32"] != source.checksum:
+        elif before.get("crc32") is not None and before["crc32"] != self._checksum:
             rule = f"the data has {source.num_samples} samples as before, with other tokens than"
         if rule:
             raise CheckpointError(
@@ -296,8 +298,7 @@ class Run:
     def _name_idle_parameters(self) -> None:
         names = self.trainer.stepper.idle
         if names:
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            self.console.warn(f"{len(names)} trainable parameters got no gradient in the first step: {listed}")
+            self.console.warn(f"{len(names)} trainable parameters got no gradient in the first step: {first_of(names)}")
 
     def save(self) -> None:
         """Write a checkpoint of the steps done; collective. Without a run folder, or saved already: nothing."""
@@ -312,6 +313,11 @@ class Run:
         state, facts = self.trainer.state, self._facts()
         self.agreement.on_rank_0(lambda: save(home, step, state, facts, keep))
         self._saved_step = step
+
+    @cached_property
+    def _checksum(self) -> int | None:
+        """Of the data, read once and not at every checkpoint."""
+        return self.trainer.source.checksum
 
     @property
     def unsaved(self) -> bool:
@@ -330,7 +336,7 @@ class Run:
             "data": {
                 "num_samples": trainer.source.num_samples,
                 "about": trainer.about_data,
-                "crc32": trainer.source.checksum,
+                "crc32": self._checksum,
             },
             "recipe": to_table(self.recipe),
         }
