@@ -137,4 +137,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "bench":
         bench()
     else:
-        print("value", run(parse(sys.argv[1:])), flush=True)
+        # One write: torchrun starts ranks with `python -u`, where print writes the end of the line by itself.
+        sys.stdout.write(f"value {run(parse(sys.argv[1:]))}\n")
+        sys.stdout.flush()

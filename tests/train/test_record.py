@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.spec.batch import lr_factor
 from meshwright.spec.load import from_table, load
 from meshwright.spec.schedule import lr_multiplier
-from meshwright.train.record import Recorder
+from meshwright.train.record import Console, Recorder
 from meshwright.train.run import begin_run
 from train.parity import RaggedRows
 from train.runs import changed, rows, run_in, small_table, steps_in, summary_of
@@ -182,6 +183,30 @@ def test_other_ranks_write_nothing_and_a_run_without_a_folder_neither(tmp_path) 
         recorder.summary({"step": 1})
         recorder.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_line_is_one_write_so_that_lines_of_several_ranks_do_not_mix(monkeypatch) -> None:
+    """torchrun starts ranks with `python -u`: what print writes apart arrives apart."""
+    said, warned = Writes(), Writes()
+    monkeypatch.setattr("sys.stdout", said)
+    monkeypatch.setattr("sys.stderr", warned)
+    console = Console(speaks=True, progress=True, total=2, start=0)
+    console.say("a line")
+    console.warn("of caution")
+    for step in (1, 2):
+        console.step({"step": step, "loss": 1.0, "tokens_per_s": 1.0, "lr": 0.1})
+    assert said.texts[0] == "a line\n" and warned.texts == ["warning: of caution\n"]
+    assert len(said.texts) == 3 and all(text.count("\n") == 1 and text.endswith("\n") for text in said.texts)
+
+
+class Writes(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.texts.append(text)
+        return len(text)
 
 
 def test_lines_where_there_is_no_terminal_say_step_loss_speed_rate_and_time_left(run_ranks, tmp_path) -> None:

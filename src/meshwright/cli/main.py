@@ -83,7 +83,8 @@ def _say(error: Exception, text: str, debug: bool) -> None:
         import traceback
 
         traceback.print_exception(error)
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _discard_stdout() -> None:

@@ -327,7 +327,8 @@ def _speak_plainly(error: MeshwrightError, silent: bool) -> None:
             sys.__excepthook__(kind, value, trace)
             return
         if not silent:
-            print(value if isinstance(value, Interrupted) else f"error: {value}", file=sys.stderr)
+            # One write, so that lines of other ranks do not mix in.
+            sys.stderr.write(f"{value}\n" if isinstance(value, Interrupted) else f"error: {value}\n")
         raise SystemExit(error.exit_code)
 
     sys.excepthook = speak

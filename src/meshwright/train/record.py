@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import IO, Any, Final, TextIO, final
 
 from meshwright.errors import SpecError
 from meshwright.train.run_folder import METRICS, SAMPLES, SUMMARY, write_text, writing
@@ -48,12 +48,12 @@ class Console:
         """Print one warning on the error stream."""
         if self.speaks:
             with suppress(OSError):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                _write_line(sys.stderr, f"warning: {line}")
 
     def _print(self, line: str) -> None:
         """A reader that leaves (`| head`) ends the printing, and not the training."""
         try:
-            print(line, flush=True)
+            _write_line(sys.stdout, line)
         except OSError:
             self.shows = False
             discard_stdout()
@@ -87,6 +87,12 @@ class Console:
         """End the progress bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _write_line(stream: TextIO, line: str) -> None:
+    """One write, so that lines of other ranks do not mix in: under torchrun (`python -u`) print makes two of them."""
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 def discard_stdout() -> None:
