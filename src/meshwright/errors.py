@@ -52,6 +52,11 @@ class MeshwrightError(Exception):
         self.asked, self.rule, self.nearest = asked, rule, nearest
         super().__init__(": ".join(part for part in (asked, rule) if part) + (f" {nearest}" if nearest else ""))
 
+    @property
+    def line(self) -> str:
+        """What the user sees of it."""
+        return f"error: {self}"
+
     def __reduce__(self) -> tuple[object, ...]:
         # The default would call the class with the joined message alone, and the parts would be lost between processes.
         return (type(self), (self.asked, self.rule, self.nearest))
@@ -124,6 +129,11 @@ class Interrupted(MeshwrightError):
     """The user pressed Ctrl-C."""
 
     exit_code = 130
+
+    @property
+    def line(self) -> str:
+        """What the user sees of it, who asked for it."""
+        return str(self)
 
 
 class MeshwrightWarning(UserWarning):

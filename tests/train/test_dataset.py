@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from meshwright.errors import DataError
-from meshwright.spec.batch import BatchPlan
 from meshwright.train.dataset import DatasetSource
-from meshwright.train.loader import Cut, Microbatch
-from meshwright.train.order import SampleOrder, Split
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
-    end = time.monotonic() + limit_s
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
-
-
-def cut(size: int, batch: int = 4, micro: int = 2, ranks: int = 1, rank: int = 0) -> Cut:
-    order = SampleOrder(Split(size, 0.0, 0), batch, 0, last_batch="keep")
-    return Cut(order, BatchPlan(batch, micro, ranks), rank)
+from meshwright.train.loader import Microbatch
+from train.loading import cut, wait_until
 
 
 class Squares:

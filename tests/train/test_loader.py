@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,15 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from meshwright.errors import DataError
-from meshwright.spec.batch import BatchPlan
 from meshwright.train.corpus import Corpus, PackedRows
-from meshwright.train.loader import Cut, TokenSource, read_ahead, to_device
-from meshwright.train.order import SampleOrder, Split
+from meshwright.train.loader import TokenSource, read_ahead, to_device
+from train.loading import cut, wait_until
 
 THREAD = "meshwright-loader"
 
 
 def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == THREAD]
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
-    end = time.monotonic() + limit_s
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
-
-
-def cut(size: int, batch: int = 4, micro: int = 2, ranks: int = 1, rank: int = 0) -> Cut:
-    order = SampleOrder(Split(size, 0.0, 0), batch, 0, last_batch="keep")
-    return Cut(order, BatchPlan(batch, micro, ranks), rank)
 
 
 def test_reading_ahead_keeps_the_order_and_stays_within_its_depth() -> None:

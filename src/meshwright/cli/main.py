@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn, final
 
-from meshwright.errors import Interrupted, MeshwrightError
+from meshwright.errors import MeshwrightError
+from meshwright.streams import discard_stdout, write_line
 from meshwright.version import __version__
 
 EPILOG: Final = """\
@@ -40,13 +41,13 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except MeshwrightError as error:
-        _say(error, str(error) if isinstance(error, Interrupted) else f"error: {error}", options.debug)
+        _say(error, error.line, options.debug)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        write_line(sys.stderr, "interrupted")
         return 130
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
         return 0
     except Exception as error:
         text = f"meshwright failed by a fault of its own: {type(error).__name__}: {error}"
@@ -83,13 +84,7 @@ def _say(error: Exception, text: str, debug: bool) -> None:
         import traceback
 
         traceback.print_exception(error)
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-def _discard_stdout() -> None:
-    """The reader of a pipe (`| head`) has left: the interpreter's last flush must not complain of that."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write_line(sys.stderr, text)
 
 
 @final
@@ -108,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             print(self.format_help(), end="", file=file, flush=True)
         except BrokenPipeError:
-            _discard_stdout()
+            discard_stdout()
 
     def words(self) -> Iterator[str]:
         """Every command, action and flag from here down."""

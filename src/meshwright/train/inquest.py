@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn, final
 
 from meshwright.errors import Interrupted, MeshwrightError, RankDied
+from meshwright.streams import write_line
 from meshwright.train.blame import Witness, find_cause
 from meshwright.train.environ import DEBUG, Place
 from meshwright.train.lastwords import ENDED, LEFT_WORLD, LOST_PEER, LastWords, last_words, leave
@@ -68,11 +69,8 @@ def end_rank(place: Place, error: BaseException, own_board: Path | None = None) 
 
 def say(error: MeshwrightError) -> None:
     """The one line that the user sees; the traceback too if they asked for it."""
-    text = str(error) if isinstance(error, Interrupted) else f"error: {error}"
     notes = getattr(error, "__notes__", []) if os.environ.get(DEBUG) else []
-    # One write, so that lines of other ranks do not mix in.
-    sys.stderr.write("\n".join([*notes, text]) + "\n")
-    sys.stderr.flush()
+    write_line(sys.stderr, "\n".join([*notes, error.line]))
 
 
 @final

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from meshwright.errors import Interrupted, MeshwrightError, SpecError
+from meshwright.streams import write_line
 from meshwright.train.environ import DEBUG, DEFAULT_TIMEOUT_S, ROOM, TIMEOUT_S, Place, check_nproc, read_place
 from meshwright.train.lastwords import last_words, leave, write_words
 from meshwright.train.native import die_with, release_openmp_threads, settle_torch
@@ -327,8 +328,7 @@ def _speak_plainly(error: MeshwrightError, silent: bool) -> None:
             sys.__excepthook__(kind, value, trace)
             return
         if not silent:
-            # One write, so that lines of other ranks do not mix in.
-            sys.stderr.write(f"{value}\n" if isinstance(value, Interrupted) else f"error: {value}\n")
+            write_line(sys.stderr, error.line)
         raise SystemExit(error.exit_code)
 
     sys.excepthook = speak

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, TextIO, final
+from typing import IO, Any, Final, final
 
 from meshwright.errors import SpecError
+from meshwright.streams import discard_stdout, write_line
 from meshwright.train.run_folder import METRICS, SAMPLES, SUMMARY, write_text, writing
 from meshwright.train.step import StepResult
 
@@ -48,12 +48,12 @@ class Console:
         """Print one warning on the error stream."""
         if self.speaks:
             with suppress(OSError):
-                _write_line(sys.stderr, f"warning: {line}")
+                write_line(sys.stderr, f"warning: {line}")
 
     def _print(self, line: str) -> None:
         """A reader that leaves (`| head`) ends the printing, and not the training."""
         try:
-            _write_line(sys.stdout, line)
+            write_line(sys.stdout, line)
         except OSError:
             self.shows = False
             discard_stdout()
@@ -87,18 +87,6 @@ class Console:
         """End the progress bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _write_line(stream: TextIO, line: str) -> None:
-    """One write, so that lines of other ranks do not mix in: under torchrun (`python -u`) print makes two of them."""
-    stream.write(f"{line}\n")
-    stream.flush()
-
-
-def discard_stdout() -> None:
-    """Send what is still to be printed nowhere: the interpreter flushes once more at its end, and would complain."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress_bar(total: int, start: int) -> Any:
