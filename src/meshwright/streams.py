@@ -1,17 +1,31 @@
-"""Lines for the user: whole among those of other ranks, and no trouble once their reader has left."""
+"""Lines for the user: whole among those of other ranks, said once, and no trouble once their reader has left."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import suppress
-from typing import TextIO
+from typing import Final, TextIO
+
+_PATIENCE_S: Final = 15.0
 
 
 def write_line(stream: TextIO, line: str) -> None:
     """One write, so that lines of other ranks do not mix in: under torchrun (`python -u`) print makes two of them."""
     stream.write(f"{line}\n")
     stream.flush()
+
+
+def wait_for_first_of_node() -> None:
+    """Before an error that every rank of a node finds by itself: let the node's first rank be the one to say it.
+
+    The launcher ends all ranks once one has ended. So the others stay until they are told to go: were they to leave at
+    once, the first might be ended before it spoke. One that nobody ends alone has the error, and goes on to say it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        with suppress(KeyboardInterrupt):
+            time.sleep(_PATIENCE_S)
 
 
 def discard_stdout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,13 +142,22 @@ def test_the_default_run_folder_has_the_recipe_s_name_and_the_time(meshwright, t
 
 
 def test_under_torchrun_a_mistake_is_said_once_a_node(meshwright, tmp_path) -> None:
-    """Every rank reads the recipe and finds the same fault before there is anything to agree with."""
+    """Every rank reads the recipe and finds the same fault before there is anything to agree with.
+
+    The second waits for the first to say it, and says it itself only if nobody ends it meanwhile.
+    """
     lay_out(tmp_path, {})
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    for rank, lines in (("0", 1), ("1", 0)):
-        ranked = env | {"RANK": rank, "LOCAL_RANK": rank}
-        result = meshwright("train", "r.toml", "--set", "train.steps=x", cwd=tmp_path, env=ranked)
-        assert result.code == 2 and result.err.count("error: ") == lines
+    words = ("train", "r.toml", "--set", "train.steps=x")
+    first = meshwright(*words, cwd=tmp_path, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
+    assert first.code == 2 and first.err.count("error: ") == 1
+    second = env | {"RANK": "1", "LOCAL_RANK": "1"}
+    ended = "import os, signal, threading\nthreading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    result = meshwright(*words, cwd=tmp_path, env=second, before=ended)
+    assert (result.code, result.err) == (-signal.SIGTERM, "")
+    impatient = "import meshwright.streams as streams\nstreams._PATIENCE_S = 0.1"
+    result = meshwright(*words, cwd=tmp_path, env=second, before=impatient)
+    assert (result.code, result.err) == (2, first.err)
 
 
 def test_the_command_trains_and_resumes_on_another_number_of_processes(meshwright, tmp_path) -> None:

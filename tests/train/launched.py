@@ -102,10 +102,13 @@ def parse(words):
     parser.add_argument("--pause", type=float, default=0.02)
     parser.add_argument("--mark", default="")
     parser.add_argument("--log", default=None)
+    parser.add_argument("--first-late", type=float, default=0.0, help="how long local rank 0 sleeps before anything")
     return parser.parse_args(words)
 
 
 def run(options):
+    if os.environ.get("LOCAL_RANK") == "0":
+        time.sleep(options.first_late)
     task = partial(main, options.deed, options.who, options.pause, options.mark)
     return launch(task, options.world, timeout_s=options.timeout, start=options.start, log_dir=options.log)
 

@@ -70,32 +70,32 @@ def test_rank_0s_value_comes_back(bench, nproc):
     assert answer["stderr"] == ""
 
 
-# deed, who, what the message must say, seconds within which
+# deed, who, what the message must say
 CASES = [
-    ("kill", 0, f"rank 0 was killed by SIGKILL {AFTER}", 5),
-    ("kill", 1, f"rank 1 was killed by SIGKILL {AFTER}", 5),
-    ("kill", 2, f"rank 2 was killed by SIGKILL {AFTER}", 5),
-    ("segv", 1, f"rank 1 was killed by SIGSEGV {AFTER}", 5),
-    ("raise", 2, f"rank 2 raised ValueError: a bad row; {AFTER}, at launched.py:", 5),
-    ("exit", 1, f"rank 1 ended by sys.exit(3) {AFTER}", 5),
-    ("message", 1, f"rank 1 ended by sys.exit: no data left {AFTER}", 5),
-    ("hard-exit", 1, f"rank 1 ended with exit code 0 {AFTER}", 5),
-    ("return", 1, f"rank 1 returned from main after step {BAD_STEP} while ranks 0, 2 still needed it", 5),
-    ("leave", 1, f"rank 1 left the process group after step {BAD_STEP} while ranks 0, 2 still needed it", 5),
-    ("stop --timeout 2", 1, "rank 1 has been stopped for 2 s", 8),
-    ("hang --timeout 2", 1, "rank 1 hangs: it is alive", 8),
-    ("late --timeout 2", 1, "rank 1 hangs: it is alive", 10),
+    ("kill", 0, f"rank 0 was killed by SIGKILL {AFTER}"),
+    ("kill", 1, f"rank 1 was killed by SIGKILL {AFTER}"),
+    ("kill", 2, f"rank 2 was killed by SIGKILL {AFTER}"),
+    ("segv", 1, f"rank 1 was killed by SIGSEGV {AFTER}"),
+    ("raise", 2, f"rank 2 raised ValueError: a bad row; {AFTER}, at launched.py:"),
+    ("exit", 1, f"rank 1 ended by sys.exit(3) {AFTER}"),
+    ("message", 1, f"rank 1 ended by sys.exit: no data left {AFTER}"),
+    ("hard-exit", 1, f"rank 1 ended with exit code 0 {AFTER}"),
+    ("return", 1, f"rank 1 returned from main after step {BAD_STEP} while ranks 0, 2 still needed it"),
+    ("leave", 1, f"rank 1 left the process group after step {BAD_STEP} while ranks 0, 2 still needed it"),
+    ("stop --timeout 2", 1, "rank 1 has been stopped for 2 s"),
+    ("hang --timeout 2", 1, "rank 1 hangs: it is alive"),
+    ("late --timeout 2", 1, "rank 1 hangs: it is alive"),
 ]
 
 
-@pytest.mark.parametrize(("deed", "who", "says", "within_s"), CASES, ids=[f"{c[0].split()[0]}-{c[1]}" for c in CASES])
-def test_the_rank_is_named_and_its_last_step(bench, deed, who, says, within_s):
+@pytest.mark.parametrize(("deed", "who", "says"), CASES, ids=[f"{c[0].split()[0]}-{c[1]}" for c in CASES])
+def test_the_rank_is_named_and_its_last_step(bench, deed, who, says):
     """B137: a rank that fails does not leave the others in a collective."""
     word, *options = deed.split()
     answer = bench.ask(f"{word} {who} --world 3 {' '.join(options)}")
     assert says in answer["error"]
     assert (answer["class"], answer["exit_code"]) == ("RankDied", 4)
-    assert answer["seconds"] < within_s
+    assert answer["seconds"] < 18, "not by the time-out of the collective, which is 20 s where it is not said"
     assert answer["stderr"] == "", "no noise of its neighbours"
 
 

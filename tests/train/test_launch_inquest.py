@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from meshwright.errors import RankDied
 from meshwright.train import inquest
 from meshwright.train.environ import Place
 from meshwright.train.inquest import Inquest, Signalled, _words
@@ -83,6 +85,24 @@ def test_an_end_by_the_agent_is_no_failure(board):
 
 def test_one_rank_of_all_speaks(board):
     assert [board.claim("cause") for _ in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("confirmed", "said"), [(True, 1), (False, 2)], ids=["in time", "killed before it spoke"])
+def test_the_others_stay_until_the_cause_is_said(board, monkeypatch, capsys, confirmed, said):
+    """torchrun ends all ranks once one has left: one that left before the speaker spoke would silence it."""
+    monkeypatch.setattr(inquest, "_SAID_S", 1.0)
+    cause = RankDied("rank 1", "was killed", "")
+    assert board.claim("cause")
+    other = threading.Thread(target=inquest._say_once, args=(board, cause))
+    other.start()
+    other.join(0.3)
+    assert other.is_alive()
+    inquest.say(cause)
+    if confirmed:
+        board.confirm("cause")
+    other.join(10)
+    assert not other.is_alive()
+    assert capsys.readouterr().err.count("error: rank 1") == said
 
 
 def test_only_our_own_boards_are_removed(tmp_path):

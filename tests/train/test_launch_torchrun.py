@@ -88,10 +88,13 @@ def test_a_run_that_works():
             ["nothing", "--world", "3"],
             "this process already is rank 0 of WORLD_SIZE=2 (from the environment, set by torch",
         ),
+        (["nothing", "--world", "3", "--first-late", "2"], "this process already is rank 0 of WORLD_SIZE=2"),
+        (["early-error", "--first-late", "2"], "train.seed: it is odd Try 2."),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_one_rank_says_who_failed(words, says):
+    """torchrun ends all ranks once one has ended: also one that is late must come to say what it found."""
     start = time.monotonic()
     code, _, err = on_one_node(*words)
     assert code == 1, "torchrun's own"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn, final
 
 from meshwright.errors import MeshwrightError
-from meshwright.streams import discard_stdout, write_line
+from meshwright.streams import discard_stdout, wait_for_first_of_node, write_line
 from meshwright.version import __version__
 
 EPILOG: Final = """\
@@ -78,8 +78,7 @@ def _command(options: argparse.Namespace) -> int:
 
 def _say(error: Exception, text: str, debug: bool) -> None:
     """Print an error once a node: under torchrun every rank may have it."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+    wait_for_first_of_node()
     if debug:
         import traceback
 

@@ -35,6 +35,8 @@ CONNECT_S: Final = 3.0
 _LOOK_S: Final = 0.1
 # Once some cause is known: how long others may add theirs.
 _GRACE_S: Final = 0.5
+# Who claimed the cause says it at once; longer than this, and it was killed meanwhile.
+_SAID_S: Final = 8.0
 # A rank on another host is known only by its notices, so it takes a few periods to call it silent.
 _SILENT_S: Final = 3.5
 
@@ -56,12 +58,13 @@ def end_rank(place: Place, error: BaseException, own_board: Path | None = None) 
     try:
         board = connect_board(place.world_size, CONNECT_S)
         cause = Inquest(board, place, words, moment).hold()
-        speaks = board.claim("cause")
     except Exception:
         # The store is gone, and with it the way to agree on a speaker.
-        cause, speaks = _cause_without_board(place, words, moment), True
-    if cause is not None and speaks:
-        say(cause)
+        cause = _cause_without_board(place, words, moment)
+        if cause is not None:
+            say(cause)
+    else:
+        _say_once(board, cause)
     if own_board is not None:
         remove_own_board(own_board)
     leave(words.exit_code if cause is None or words.kind == ENDED else cause.exit_code)
@@ -71,6 +74,17 @@ def say(error: MeshwrightError) -> None:
     """The one line that the user sees; the traceback too if they asked for it."""
     notes = getattr(error, "__notes__", []) if os.environ.get(DEBUG) else []
     write_line(sys.stderr, "\n".join([*notes, error.line]))
+
+
+def _say_once(board: NoticeBoard, cause: MeshwrightError) -> None:
+    """The first to claim the cause says it; the others stay until then, as the first that leaves ends them all."""
+    with suppress(Exception):
+        if not board.claim("cause"):
+            board.wait_for("cause", _SAID_S)
+            return
+    say(cause)
+    with suppress(Exception):
+        board.confirm("cause")
 
 
 @final

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from meshwright.errors import Interrupted, MeshwrightError, SpecError
-from meshwright.streams import write_line
+from meshwright.streams import wait_for_first_of_node, write_line
 from meshwright.train.environ import DEBUG, DEFAULT_TIMEOUT_S, ROOM, TIMEOUT_S, Place, check_nproc, read_place
 from meshwright.train.lastwords import last_words, leave, write_words
 from meshwright.train.native import die_with, release_openmp_threads, settle_torch
@@ -99,13 +99,12 @@ def launch(
             finally:
                 _keep_details(room, chosen, log_dir)
     except MeshwrightError as error:
-        # As one of several ranks, all of which find the same: one line is enough.
-        _speak_plainly(error, silent=os.environ.get("RANK", "0") != "0")
+        _speak_plainly(error)
         raise
     except KeyboardInterrupt:  # also Terminated
         # Before the ranks were under supervision, which has more to say.
         early = Interrupted("interrupted", "before step 1")
-        _speak_plainly(early, silent=False)
+        _speak_plainly(early)
         raise early from None
 
 
@@ -318,7 +317,7 @@ def _keep_details(room: Path, nproc: int, log_dir: str | os.PathLike[str] | None
             Path(log_dir, f"error-rank{rank}.txt").write_text(words.details, encoding="utf-8")
 
 
-def _speak_plainly(error: MeshwrightError, silent: bool) -> None:
+def _speak_plainly(error: MeshwrightError) -> None:
     """If nobody catches the error, print its text without a traceback and exit with its code."""
     if sys.excepthook is not sys.__excepthook__ or os.environ.get(DEBUG):
         return
@@ -327,8 +326,8 @@ def _speak_plainly(error: MeshwrightError, silent: bool) -> None:
         if value is not error:
             sys.__excepthook__(kind, value, trace)
             return
-        if not silent:
-            write_line(sys.stderr, error.line)
+        wait_for_first_of_node()
+        write_line(sys.stderr, error.line)
         raise SystemExit(error.exit_code)
 
     sys.excepthook = speak

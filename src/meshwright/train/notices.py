@@ -84,6 +84,18 @@ class NoticeBoard:
         """Whether this call is the first of all ranks' for `what`."""
         return bool(self._store.add(f"{self._prefix}/claim/{what}", 1) == 1)
 
+    def confirm(self, what: str) -> None:
+        """Say that what this rank claimed is done."""
+        self._store.set(f"{self._prefix}/done/{what}", "")
+
+    def wait_for(self, what: str, limit_s: float) -> None:
+        """Return when whoever claimed it has confirmed it.
+
+        Raises:
+            Exception: nobody did in time, or the store is gone (torch's DistStoreError or DistNetworkError).
+        """
+        self._store.wait([f"{self._prefix}/done/{what}"], timedelta(seconds=limit_s))
+
     def _read(self, kind: str) -> dict[int, str]:
         # One key at a time: asking for several waits until all of them exist.
         keys = {rank: f"{self._prefix}/{kind}/{rank}" for rank in range(self._world_size)}
