@@ -45,8 +45,8 @@ def kill_in_mid_run(folder: Path, name: str, steps: int, wait_s: float) -> bool:
     process = start(folder, name, steps)
     try:
         deadline = time.monotonic() + 60
-        while size_of(metrics) == before and process.poll() is None and time.monotonic() < deadline:
-            before = min(before, size_of(metrics))  # it is cut at the checkpoint first
+        while (size := size_of(metrics)) <= before and process.poll() is None and time.monotonic() < deadline:
+            before = min(before, size)  # it is cut at the checkpoint first, before it says where it resumes
             time.sleep(0.005)
         time.sleep(wait_s)
         alive = process.poll() is None
