@@ -152,9 +152,11 @@ def test_under_torchrun_a_mistake_is_said_once_a_node(meshwright, tmp_path) -> N
     first = meshwright(*words, cwd=tmp_path, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
     assert first.code == 2 and first.err.count("error: ") == 1
     second = env | {"RANK": "1", "LOCAL_RANK": "1"}
+    only_rank = {name: value for name, value in second.items() if name != "LOCAL_RANK"}
     ended = "import os, signal, threading\nthreading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    result = meshwright(*words, cwd=tmp_path, env=second, before=ended)
-    assert (result.code, result.err) == (-signal.SIGTERM, "")
+    for env in (second, only_rank):
+        result = meshwright(*words, cwd=tmp_path, env=env, before=ended)
+        assert (result.code, result.err) == (-signal.SIGTERM, "")
     impatient = "import meshwright.streams as streams\nstreams._PATIENCE_S = 0.1"
     result = meshwright(*words, cwd=tmp_path, env=second, before=impatient)
     assert (result.code, result.err) == (2, first.err)
