@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready  ## make .venv with the tested builds
 
-demo: setup  ## train on 2 processes, resume on 1, generate text (about 3 minutes)
+demo: setup  ## train on 2 processes, resume on 1, generate text, exact mode on 3 layouts (about 3 minutes)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
 test: setup  ## run the tests (a sample of the big matrices)
@@ -33,8 +33,9 @@ types: setup  ## mypy, strict on the torch-free rooms
 contracts: setup  ## import-linter: which room may import which
 	$(BIN)/lint-imports
 
-matrix: setup  ## the big matrices, whole
-	$(RUN) -m pytest -q -m matrix
+matrix: setup  ## the big matrices, whole; writes docs/matrix.md
+	MESHWRIGHT_MATRIX=docs/matrix.md $(RUN) -m pytest -q tests/train/test_matrix.py
+	$(RUN) -m pytest -q -m matrix --ignore tests/train/test_matrix.py
 
 chaos: setup  ## kill and stop ranks at many moments
 	$(RUN) -m pytest -q -m chaos

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job, end to end: train on 2 processes, stop, resume on 1 process, and let the model write.
+# The main job, end to end: train on 2 processes, stop, resume on 1, let the model write; then exact mode on 3 layouts.
 set -euo pipefail
 folder=runs/demo
 rm -rf "$folder"
@@ -18,6 +18,15 @@ meshwright checkpoint ls "$folder"
 echo
 echo "== 4. the model writes =="
 python examples/generate_text.py "$folder" --prompt "def " --tokens 240
+
+echo
+echo "== 5. exact mode: the same bits on 1 process, on 2, and cut over 2 =="
+for layout in single ddp2 zero3x2; do
+    rm -rf "$folder-$layout"
+    meshwright train recipes/tiny.toml --run-dir "$folder-$layout" --set layout=$layout --set train.reduction=exact \
+        > "$folder/$layout.log" 2>&1 || { cat "$folder/$layout.log"; exit 1; }
+    meshwright checkpoint ls "$folder-$layout"
+done
 
 cat <<EOF
 

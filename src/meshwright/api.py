@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import multiprocessing.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -155,8 +157,11 @@ class Run:
 
     @property
     def bare_model(self) -> nn.Module:
-        """Your module itself, for evaluation and export."""
-        return self._inner.trainer.model
+        """Your module itself, for export; where ZeRO cuts it a rank has parts, and `model` is what can be called."""
+        trainer = self._inner.trainer
+        if trainer.layout.dp_shard > 1:  # what is written into gathered copies would be lost
+            trainer.stepper.parallel.settle()
+        return trainer.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -210,7 +215,10 @@ class Run:
 
 @final
 class Model:
-    """The spread model as a callable: a call is one forward pass of what wraps it; attributes are the module's."""
+    """The spread model as a callable: a call, of it or of a method of yours, is one forward pass of what wraps it.
+
+    Other attributes are the module's. Where ZeRO cuts its parameters, they are whole within such a call alone.
+    """
 
     def __init__(self, inner: InnerRun) -> None:
         self._inner = inner
@@ -219,11 +227,18 @@ class Model:
         return self._inner.trainer.stepper.parallel.entry(_call, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner.trainer.model, name)
+        found = getattr(self._inner.trainer.model, name)
+        if inspect.ismethod(found) and not hasattr(nn.Module, name):
+            return partial(self._inner.trainer.stepper.parallel.entry, _call_method, name)
+        return found
 
 
 def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
+
+
+def _call_method(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(model, name)(*args, **kwargs)
 
 
 @final
@@ -267,6 +282,12 @@ class Step:
         """This rank's microbatches, for a hand-written step; each needs its `backward`."""
         self._require_fresh()
         stepper = self._inner.trainer.stepper
+        if stepper.rules.exact:
+            raise SpecError(
+                "step.microbatches()",
+                "with train.reduction exact, where a step whose gradients do not fit the grid is computed again.",
+                "Nearest: step.train(), with the loss function in setup().",
+            )
         self._began, self._sums = time.perf_counter(), stepper.begin()
         self._mine = take_step(self._stream, stepper.rules.batch)
         for microbatch in self._mine:

@@ -127,6 +127,13 @@ def result_first(run: Any) -> None:
     print(next(iter(run.steps(2))).loss)
 
 
+def test_a_loop_by_hand_cannot_compute_a_step_again_as_exact_mode_may_have_to() -> None:
+    run = prepare(precision="fp32", train={"reduction": "exact"})
+    with pytest.raises(SpecError, match=r"step.microbatches\(\): with train.reduction exact.* Nearest: step.train\(\)"):
+        no_backward(run)
+    run.close()
+
+
 def summary_first(run: Any) -> None:
     print(run.summary)
 

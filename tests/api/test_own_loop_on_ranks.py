@@ -14,6 +14,7 @@ import torch.nn as nn
 import meshwright
 from meshwright.errors import RankDisagreement, SpecError
 from meshwright.models.digest import state_items
+from meshwright.parallel.leaves import local
 from train.small import SLOTS, WIDTH, Net, Points, cross_entropy, loss
 
 State = tuple[list[float], dict[str, torch.Tensor]]
@@ -48,7 +49,7 @@ def drive(world: Any, name: str, changes: dict[str, Any]) -> State:
     for step in run.steps(4):
         LOOPS[name](run, step)
         losses.append(step.loss)
-    return losses, {n: t.detach().clone() for n, t in state_items(run.bare_model)}
+    return losses, {n: local(t).clone() for n, t in state_items(run.bare_model)}
 
 
 def same(ours: State, theirs: State) -> bool:
@@ -78,6 +79,15 @@ LOOPS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_calls_methods_and_parts_are_the_same_step_to_the_bit(run_ranks, ranks: int) -> None:
     states = {name: run_ranks(ranks, drive, name, {}) for name in LOOPS}
+    for name, found in states.items():
+        for rank, state in enumerate(found):
+            assert same(state, states["train"][rank]), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_call_or_a_method_gathers_what_zero_has_cut(run_ranks, stage: int) -> None:
+    layout = {"layout": {"dp_shard": 2, "zero_stage": stage}}
+    states = {name: run_ranks(2, drive, name, layout) for name in ("train", "call", "method")}
     for name, found in states.items():
         for rank, state in enumerate(found):
             assert same(state, states["train"][rank]), name

@@ -72,8 +72,8 @@ LAYOUTS = {
     "stage 0 cut": train("layout.zero_stage=0", "layout.dp_shard=2", says=("zero_stage", "is 0", "dp_shard = 2")),
     "stage 3 uncut": train("layout.zero_stage=3", says=("zero_stage", "is 3", "dp_shard = 1")),
     "no layout word": train("layout=zerox2", says=('layout "zerox2"', "zero")),
-    "tp": train("layout.tp=2", says=("layout tp2", "this version trains", "Nearest: ddp2")),
-    "pp": train("layout.pp=2", says=("layout pp2", "this version trains", "Nearest: ddp2")),
+    "tp": train("layout.tp=2", says=("layout tp2", "ZeRO", "Nearest: zero3x2")),
+    "pp": train("layout.pp=2", says=("layout pp2", "ZeRO", "Nearest: zero3x2")),
     "hf": train(
         "model.hf=gpt2",
         says=(

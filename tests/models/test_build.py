@@ -120,11 +120,6 @@ def test_reference_models_by_name():
         )
 
 
-def test_hf_is_refused_with_the_way_round():
-    with pytest.raises(SpecError, match="build = "):
-        build_model(ModelSection(hf="some/model"), seq_len=8, tokenizer_vocab=11, seed=0)
-
-
 def test_own_model_is_equal_whatever_was_drawn_before(folder):
     one = build("own_models.nets:make", width=5, depth=2)
     torch.rand(3), random.random(), numpy.random.rand()

@@ -123,8 +123,8 @@ def test_a_rank_outside_the_world() -> None:
 
 @given(LAYOUTS)
 def test_a_section_of_a_layout_resolves_to_it_and_to_no_other_world(layout: Layout) -> None:
-    section = section_of(layout, "gpipe")
-    assert section.pp_schedule == "gpipe"
+    section = section_of(layout, LayoutSection(pp_schedule="gpipe", units="blocks.*"))
+    assert (section.pp_schedule, section.units) == ("gpipe", "blocks.*")
     assert resolve(section, None, available=7) == layout
     assert resolve(section, layout.world_size) == layout
     with pytest.raises(LayoutError, match=f"--nproc {layout.world_size}"):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.spec.load import loads
-from meshwright.spec.optimizers import OPTIMIZERS, REFUSED, Group, groups_of, normalised, optimizer_faults
-from meshwright.spec.sections import OptimizerSection
+from meshwright.spec.optimizers import OPTIMIZERS, REFUSED, Group, groups_of, may_fuse, normalised, optimizer_faults
+from meshwright.spec.sections import OptimizerSection, TrainSection
 
 FUSED_ON_CPU = ("sgd", "adam", "adamw", "adagrad")
 
@@ -47,13 +47,13 @@ def test_options_and_defaults_are_torchs(name: str) -> None:
     assert ours.get("fused", True) is True
 
 
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torch_takes_the_arguments_and_steps_on_cpu(name: str, reduction: str) -> None:
+def test_torch_takes_the_arguments_and_steps_on_cpu(name: str, fused: bool) -> None:
     torch = pytest.importorskip("torch")
     weight = torch.nn.Parameter(torch.ones(3, 3))
     weight.grad = torch.ones(3, 3)
-    arguments = normalised(section(name), reduction=reduction)
+    arguments = normalised(section(name), fused=fused)
     getattr(torch.optim, OPTIMIZERS[name].torch_name)([weight], **arguments).step()
     assert arguments["lr"] == 0.1
     assert not torch.equal(weight, torch.ones(3, 3))
@@ -78,13 +78,15 @@ def test_without_fused_a_cut_does_not_show_in_the_bits(name: str) -> None:
 
 
 def test_fused_is_on_only_where_it_is_safe_and_wanted() -> None:
-    assert normalised(section(), reduction="fast")["fused"] is True
+    assert normalised(section(), fused=True)["fused"] is True
     assert normalised(section())["fused"] is False
-    assert normalised(section(), reduction="exact")["fused"] is False
-    assert normalised(section(foreach=True), reduction="fast")["fused"] is False
-    assert normalised(section(fused=False), reduction="fast")["fused"] is False
+    assert normalised(section(foreach=True), fused=True)["fused"] is False
+    for reduction, threads, may in (("fast", 1, True), ("fast", 4, True), ("exact", 1, True), ("exact", 4, False)):
+        train = TrainSection(steps=1, reduction=reduction, threads_per_rank=threads)
+        assert may_fuse(train) is may
+    assert normalised(section(fused=False), fused=True)["fused"] is False
     assert normalised(section(fused=True))["fused"] is True
-    assert "fused" not in normalised(section("radam"), reduction="fast")
+    assert "fused" not in normalised(section("radam"), fused=True)
 
 
 def test_arguments_are_written_out_in_their_types() -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from safetensors.torch import save_file
-
-from meshwright.train import checkpoint
+from meshwright.train.tensorfile import TensorWriter
 
 TOUCHES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "shutil.rmtree")
 
@@ -36,21 +34,23 @@ def moments(below: Path, at: Callable[[str], None]) -> Iterator[None]:
             return
         at(f"{event} {Path(str(arguments[0])).name}")
 
-    def half_written(tensors: Any, path: Path) -> None:
-        at(f"write {Path(path).name}")
-        save_file(tensors, path)
-        whole = Path(path).read_bytes()
-        Path(path).write_bytes(whole[: len(whole) // 2])
-        at(f"half {Path(path).name}")
-        Path(path).write_bytes(whole)
+    def half_written(writer: TensorWriter, tensor: Any) -> None:
+        add(writer, tensor)
+        if not writer._open:  # the last of the file
+            writer._file.flush()
+            whole = writer.path.read_bytes()
+            os.ftruncate(writer._file.fileno(), len(whole) // 2)
+            at(f"half {writer.path.name}")
+            writer._file.seek(0)
+            writer._file.write(whole)
 
     def synced(fd: int) -> None:
         at(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
         fsync(fd)
 
-    fsync = os.fsync
+    fsync, add = os.fsync, TensorWriter.add
     sys.addaudithook(hook)
-    with mock.patch.object(checkpoint, "save_file", half_written), mock.patch("os.fsync", synced):
+    with mock.patch.object(TensorWriter, "add", half_written), mock.patch("os.fsync", synced):
         yield
     hears = False
 

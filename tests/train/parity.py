@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from meshwright.models.digest import state_items
+from meshwright.parallel.leaves import local, whole
 from meshwright.spec.load import from_table
-from meshwright.train.step import local
 from meshwright.train.trainer import Parts, Trainer
 
 SEQ_LEN = 24
@@ -78,12 +78,15 @@ def recipe_table(
 
 def train(world: Any, table: Mapping[str, Any], parts: Parts | None = None) -> Record:
     """Train on this rank; gradients are those that the optimizer saw."""
-    trainer = Trainer(from_table(table), world, parts)
+    return record_of(Trainer(from_table(table), world, parts))
+
+
+def record_of(trainer: Trainer) -> Record:
+    """Train to the end; collective."""
     record = Record([], [], [], [], [], {})
 
     def keep_gradients(*_: Any) -> None:
-        named = trainer.model.named_parameters()
-        record.gradients.append({n: local(p.grad).clone() for n, p in named if p.grad is not None})
+        record.gradients.append(gradients_of(trainer))
 
     trainer.optimizer.register_step_pre_hook(keep_gradients)
     stream = trainer.stream(0, trainer.recipe.train.steps)
@@ -93,8 +96,15 @@ def train(world: Any, table: Mapping[str, Any], parts: Parts | None = None) -> R
         record.rates.append(result.lr)
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
-    record.weights.update({n: local(t.detach()).clone() for n, t in state_items(trainer.model)})
+    record.weights.update({n: whole(local(t), t).clone() for n, t in state_items(trainer.model)})
     return record
+
+
+def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What the optimizer is given, whole; collective where ZeRO cuts."""
+    leaves = trainer.stepper.gradients.leaves
+    parts = {leaf.name: (leaf.part(leaf.leaf.grad), leaf.parameter) for leaf in leaves if leaf.leaf.grad is not None}
+    return {name: whole(part, parameter).clone() for name, (part, parameter) in parts.items()}
 
 
 def joined_ids(ranks: list[Record]) -> list[list[int]]:
@@ -104,7 +114,7 @@ def joined_ids(ranks: list[Record]) -> list[list[int]]:
 
 def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
     """Largest difference over the whole model, relative to its largest value (some true gradients are zero)."""
-    assert list(ours) == list(theirs)
+    assert ours.keys() == theirs.keys()
     top = max((float(t.abs().max()) for t in theirs.values()), default=0.0) or 1.0
     return max((float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs), default=0.0) / top
 

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from meshwright.parallel.leaves import Leaf
 from meshwright.spec.load import from_table
-from meshwright.train.checkpoint import State, save
-from meshwright.train.optimizer import NAMES, named_state
+from meshwright.train.agree import Agreement
+from meshwright.train.checkpoint import save
+from meshwright.train.optimizer import NAMES
 from meshwright.train.run import begin_run, run_recipe
+from meshwright.train.state import Piece, State
 from train.parity import recipe_table
 
 TIMES = ("step_time_s", "tokens_per_s")
@@ -62,7 +65,12 @@ def loaded_in(
         begin_run(from_table(table), Path(folder), resume=True, world=world, progress=False)
     ) as run:
         state = run.trainer.state
-        return state.weights(), {name: t.clone() for name, t in named_state(state.optimizer).items()}
+        return gathered(state.weights()), gathered(state.moments())
+
+
+def gathered(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+    """Whole tensors by name; collective where they are cut."""
+    return {piece.name: piece.whole().clone() for piece in pieces}
 
 
 def changed(table: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def tiny_state(value: float = 1.0) -> State:
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
-    return State(model, optimizer)
+    return State(model, optimizer, [Leaf(name, parameter, parameter) for name, parameter in named])
 
 
 def tiny_facts(recipe: Mapping[str, Any] = TINY_RECIPE) -> dict[str, Any]:
@@ -145,4 +153,4 @@ def tiny_facts(recipe: Mapping[str, Any] = TINY_RECIPE) -> dict[str, Any]:
 
 def save_tiny(home: Path, step: int, keep_last: int = 9, recipe: Mapping[str, Any] = TINY_RECIPE) -> Path:
     """A checkpoint whose weights are all its step."""
-    return save(home, step, tiny_state(float(step)), tiny_facts(recipe), keep_last)
+    return save(home, step, tiny_state(float(step)), tiny_facts(recipe), keep_last, Agreement(0, 1))[0]

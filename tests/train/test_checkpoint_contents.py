@@ -25,10 +25,12 @@ from meshwright.errors import CheckpointError, MeshwrightError, RunError, SpecEr
 from meshwright.models.anatomy import parameters_in_order, repeated_blocks, tied_groups
 from meshwright.models.build import build_reference
 from meshwright.models.digest import state_items
+from meshwright.parallel.leaves import Leaf
 from meshwright.spec.load import from_table, load
 from meshwright.spec.shape import resolve_shape
 from meshwright.train import checkpoint, stored
 from meshwright.train.run import begin_run
+from meshwright.train.state import State
 from meshwright.train.trainer import Parts
 from ranks import RanksFailed
 from train.parity import SEQ_LEN
@@ -435,7 +437,8 @@ def test_loading_into_another_model_names_what_differs(tmp_path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=words):
-            checkpoint.load(found, checkpoint.State(model, optimizer))
+            leaves = [Leaf(name, parameter, parameter) for name, parameter in model.named_parameters()]
+            checkpoint.load(found, State(model, optimizer, leaves))
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -449,6 +452,6 @@ def test_one_rank_that_cannot_see_the_checkpoint_is_named(run_ranks, tmp_path) -
 def blind_in(world: Any, table: dict[str, Any], folder: str) -> None:
     """Rank 1 looks where nothing is."""
     if world.rank == 1:
-        read = checkpoint._read
-        checkpoint._read = lambda path: read(Path("/nowhere") / path.name)
+        read = checkpoint._reading
+        checkpoint._reading = lambda path: read(Path("/nowhere") / path.name)
     begin_run(from_table(table), Path(folder), resume=True, world=world, progress=False)

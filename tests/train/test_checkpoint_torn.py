@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError
+import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.spec.load import from_table
-from meshwright.train import checkpoint, stored
+from meshwright.train import checkpoint, stored, tensorfile
 from meshwright.train.run import begin_run, run_recipe
 from meshwright.train.run_folder import find_start
 from ranks import RanksFailed
@@ -161,32 +161,31 @@ def test_a_torn_newest_one_costs_two_ranks_its_steps_and_nothing_else(run_ranks,
 def breaking(world: Any, table: dict[str, Any], folder: str, deed: str, step: int) -> None:
     """A run in which saving a step goes wrong on rank 0."""
     path = Path(folder)
-    write = checkpoint._write
+    begin = checkpoint._begin
 
-    def breaks(target: Path, at: int, *rest: Any) -> None:
-        if at == step:
+    def breaks(home: Path, beside: Path) -> None:
+        if str(step) in beside.name:
             break_by(deed, path)
-        write(target, at, *rest)
+        begin(home, beside)
 
-    checkpoint._write = breaks  # this process ends with the run
+    checkpoint._begin = breaks  # this process ends with the run
     run_recipe(from_table(table), path, resume=False, world=world)
 
 
 def break_by(deed: str, folder: Path) -> None:
-    def full(tensors: Any, path: Path) -> None:
-        Path(path).write_bytes(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def fails(number: int) -> Any:
+        def raw(tensor: torch.Tensor) -> bytes:
+            raise OSError(number, os.strerror(number))
 
-    def refuses(tensors: Any, path: Path) -> None:
-        raise SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)")
+        return raw
 
     match deed:
         case "full disk":
-            checkpoint.save_file = full
-        case "safetensors":
-            checkpoint.save_file = refuses
+            tensorfile._raw = fails(errno.ENOSPC)
+        case "bad disk":
+            tensorfile._raw = fails(errno.EIO)
         case "bug":
-            checkpoint.save_file = lambda tensors, path: 1 / 0
+            tensorfile._raw = lambda tensor: 1 / 0
         case "file in the way":
             (folder / "checkpoints").rename(folder / "elsewhere")
             (folder / "checkpoints").write_text("")
@@ -196,7 +195,7 @@ def break_by(deed: str, folder: Path) -> None:
     ("deed", "words"),
     [
         ("full disk", "No space left on device"),
-        ("safetensors", "Input/output error"),
+        ("bad disk", "Input/output error"),
         ("file in the way", "File exists|Not a directory"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_beat_is_seen_through_the_file(tmp_path):
     pulse.throb()
     with open_board(tmp_path / "pulse") as board:
         seen = read_moment(board, 1)
-        assert (seen.step, seen.microbatch, seen.phase) == (7, 2, "a phase with a very long name, l")
+        assert (seen.step, seen.microbatch, seen.phase) == (7, 2, "a phase with a very long name, longer th")
         assert seen.heart_s > 0
         assert read_moment(board, 0) == read_moment(board, 2) == Moment()
 
@@ -185,3 +185,28 @@ def test_a_fault_of_our_own_is_told_from_one_of_the_users(raises, code) -> None:
         assert last_words(0, error).exit_code == code
     else:
         pytest.fail("nothing was raised")
+
+
+def test_the_part_of_the_model_stands_behind_the_phase():
+    pulse = Pulse()
+    pulse.beat(3, "forward", 1)
+    for name in ("blocks.0", "encoder.with.a.name.that.is.far.too.long.for.a.slot.layers.31"):
+        pulse.enter(name)
+    seen = pulse.read()
+    assert (seen.step, seen.microbatch) == (3, 1)
+    assert len(seen.phase) == 40 and seen.phase.startswith("forward (") and seen.phase.endswith(".slot.layers.31)")
+    pulse.beat(3, "backward", 1)
+    pulse.enter("after 6 calls")
+    assert str(pulse.read()).endswith("(in backward (after 6 calls) of microbatch 1 of step 3)")
+
+
+def test_ranks_that_stood_in_different_parts_are_told_to_call_the_same():
+    def at(rank: int, phase: str, **more: object) -> Witness:
+        return Witness(rank, moment=Moment(2, phase, 0, 1.0), **more)  # type: ignore[arg-type]
+
+    dead = {"ended": True, "exit_code": -signal.SIGABRT}
+    apart = find_cause([at(0, "forward (blocks.2)", **dead), at(1, "forward (head)")])
+    assert "Last seen: rank 0 in forward (blocks.2), rank 1 in forward (head)." in str(apart)
+    assert "every rank must call the same modules" in str(apart)
+    together = find_cause([at(0, "forward (head)", **dead), at(1, "forward (head)")])
+    assert "every rank must call" not in str(together) and "last lines it printed" in str(together)

@@ -91,6 +91,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("layout.dp_replicate", {"dp_replicate": 2}),
     ("layout.dp_shard", {"dp_shard": 2}),
     ("layout.zero_stage", {"dp_shard": 2, "zero_stage": 1}),
+    ("layout.units", {"units": "layers.*"}),
     ("layout.tp", {"tp": 2}),
     ("layout.pp", {"pp": 2}),
     ("layout.pp_schedule", {"pp_schedule": "gpipe"}),

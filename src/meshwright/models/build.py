@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,36 +10,46 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from meshwright.errors import SpecError
+from meshwright.models.built import Built, cast_masters, fill_whole
 from meshwright.models.gpt2 import Gpt2
+from meshwright.models.hf import build_hf
 from meshwright.models.init import initialise
 from meshwright.models.llama import Llama
 from meshwright.models.resolve import call_build, resolve_callable
 from meshwright.spec.sections import ModelSection
 from meshwright.spec.shape import DecoderShape, resolve_shape
 
-_HF_HINT = 'Load it in a function of your own and name that: build = "package.module:function".'
-
 
 def build_model(
     section: ModelSection, *, seq_len: int, tokenizer_vocab: int | None, seed: int, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the model that a recipe describes, on the CPU.
+    """Build the model that a recipe describes, whole, on the CPU; see `begin_model`."""
+    built = begin_model(section, seq_len=seq_len, tokenizer_vocab=tokenizer_vocab, seed=seed, dtype=dtype)
+    return fill_whole(built).module
+
+
+def begin_model(
+    section: ModelSection, *, seq_len: int, tokenizer_vocab: int | None, seed: int, dtype: torch.dtype = torch.float32
+) -> Built:
+    """Build the model that a recipe describes, on the CPU; one that files hold has no memory for parameters yet.
 
     Args:
         section: `[model]`.
-        seq_len: tokens per row that the model will see; for `name`.
-        tokenizer_vocab: ids that the tokenizer can produce, None if the data does not say; for `name`.
+        seq_len: tokens per row that the model will see; for `name` and `hf`.
+        tokenizer_vocab: ids that the tokenizer can produce, None if the data does not say; for `name` and `hf`.
         seed: the recipe's.
         dtype: of the masters: float32, or float64 for proofs.
 
     Raises:
-        SpecError: sizes that do not fit together, or a `build` function that cannot be found or called.
+        SpecError: sizes that do not fit together, or a `build` function or `hf` model that cannot be found or built.
+        CheckpointError: files of weights that cannot be read, or are of another model.
     """
     if section.hf is not None:
-        raise SpecError(f'model.hf = "{section.hf}"', "this version trains `name` and `build` models.", _HF_HINT)
+        own = build_seed(seed, "model.hf")
+        return build_hf(section.hf, seq_len=seq_len, tokenizer_vocab=tokenizer_vocab, seed=own, dtype=dtype)
     if section.build is not None:
-        return build_own(section.build, dict(section.arguments), seed, dtype)
-    return build_reference(resolve_shape(section, seq_len, tokenizer_vocab), seed, dtype)
+        return Built(build_own(section.build, dict(section.arguments), seed, dtype))
+    return Built(build_reference(resolve_shape(section, seq_len, tokenizer_vocab), seed, dtype))
 
 
 def build_reference(shape: DecoderShape, seed: int, dtype: torch.dtype = torch.float32) -> Gpt2 | Llama:
@@ -72,9 +81,7 @@ def adopt(made: Any, asked: str, dtype: torch.dtype = torch.float32) -> nn.Modul
         SpecError: it is no module, or some of its parameters have no values yet.
     """
     model = _require_module(made, asked)
-    for tensor in chain(model.parameters(), model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)  # in place, so that ties hold
+    cast_masters(model, dtype)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,33 @@ def state_items(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(first.values())
 
 
-def weights_sha256(items: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over (name, tensor) pairs in the sorted order of names.
+@final
+class Hasher:
+    """SHA-256 over tensors that are given one at a time, in the sorted order of their names.
 
     Of each: name, dtype (`float32`) and shape (`4,5`; empty for a scalar) as UTF-8, each ended by a zero byte, then the
     raw bytes, contiguous and little-endian, as on every machine that torch runs on.
-
-    Args:
-        items: whole tensors; of a sharded model, gather them first.
     """
-    total = hashlib.sha256()
-    for name, tensor in sorted(items, key=lambda item: item[0]):
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, whole."""
         dtype, shape = str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape))
-        total.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        self._total.update(f"{name}\0{dtype}\0{shape}\0".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         raw: Any = flat.view(torch.uint8).numpy()  # a buffer, which the stubs do not say
-        total.update(raw)
-    return total.hexdigest()
+        self._total.update(raw)
+
+    def hexdigest(self) -> str:
+        """Of what was given so far."""
+        return self._total.hexdigest()
+
+
+def weights_sha256(items: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest of whole tensors by name, in any order."""
+    hasher = Hasher()
+    for name, tensor in sorted(items, key=lambda item: item[0]):
+        hasher.add(name, tensor)
+    return hasher.hexdigest()

@@ -9,7 +9,10 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.models.anatomy import parameters_in_order
 from meshwright.parallel.entry import Entry, Parallel
+from meshwright.parallel.gradients import Replicated
+from meshwright.parallel.leaves import Leaf
 from meshwright.parallel.mesh import Mesh
 
 
@@ -25,8 +28,9 @@ def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parall
         may_skip_parameters: the model may leave parameters without a gradient, which DDP must then look for.
     """
     entry = Entry(model)
-    if mesh.layout.dp_degree == 1 or not any(p.requires_grad for p in model.parameters()):
-        return Parallel(model, entry, gradient_scale=1.0, set_sync=lambda on: None)
+    leaves = [Leaf(name, p, p) for name, p in parameters_in_order(model) if p.requires_grad]
+    if mesh.layout.dp_degree == 1 or not leaves:
+        return Parallel(model, entry, Replicated(leaves, factor=1.0), announce=lambda reduce, last: None)
     # torch 2.13 renamed broadcast_buffers and warns of the old name; 2.11 knows only that one.
     names = inspect.signature(DistributedDataParallel).parameters
     no_broadcast: dict[str, Any] = {
@@ -41,14 +45,16 @@ def apply_ddp(model: nn.Module, mesh: Mesh, may_skip_parameters: bool) -> Parall
         **no_broadcast,
     )
 
-    def set_sync(on: bool) -> None:
-        ddp.require_backward_grad_sync = on
+    def announce(reduce: bool, last: bool) -> None:
+        ddp.require_backward_grad_sync = reduce
 
     def before_backward(objective: torch.Tensor) -> torch.Tensor:
         passed: torch.Tensor = ddp(_objective, objective)
         return passed
 
-    return Parallel(model, entry, float(mesh.layout.dp_degree), set_sync, before_backward)
+    # DDP averages; the step divides by the count of the whole batch itself.
+    gradients = Replicated(leaves, factor=float(mesh.layout.dp_degree))
+    return Parallel(model, entry, gradients, announce, before_backward)
 
 
 def _objective(model: nn.Module, objective: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any, final
 import torch
 import torch.nn as nn
 
+from meshwright.parallel.gradients import Gradients
+
 
 @final
 class Entry(nn.Module):
@@ -39,22 +41,25 @@ def _nothing() -> None:
 class Parallel:
     """A model that has been spread over the mesh.
 
-    A step calls, for each microbatch, `set_sync`, `entry`, `before_backward` and backward, and after the last `settle`.
+    A step calls, for each microbatch, `announce`, `entry`, `before_backward` and backward, and after the last `settle`.
 
     Attributes:
         bare: the user's module; its parameter names are those of checkpoints.
         entry: call it as entry(function, *args): function(bare, *args) as one forward pass.
-        gradient_scale: gradients after backward times this are the sum over all data-parallel ranks.
-        set_sync: set_sync(False) keeps the next forward and backward from reducing gradients.
+        gradients: what the backward passes leave, and the optimizer gets.
+        announce: announce(reduce, last): whether the next forward and backward reduces gradients over the ranks, and
+            whether it is the step's last. Before passes without a backward: announce(False, False).
         before_backward: give it what backward starts from, and start from what it returns.
         settle: give the weights their own type back; the step's forward and backward passes are over.
-        local_gradients: with set_sync(False), `.grad` after backward is this rank's own gradient.
+        notes: lines for the user about how it was spread.
+        require_same: refuse to trust forward passes without a backward if ranks called other modules; collective.
     """
 
     bare: nn.Module
     entry: nn.Module
-    gradient_scale: float
-    set_sync: Callable[[bool], None]
+    gradients: Gradients
+    announce: Callable[[bool, bool], None]
     before_backward: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
     settle: Callable[[], None] = _nothing
-    local_gradients: bool = True
+    notes: tuple[str, ...] = ()
+    require_same: Callable[[], None] = _nothing

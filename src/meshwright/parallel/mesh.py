@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import MeshMismatch
 from meshwright.spec.layout import Layout
+
+REPLICAS: Final = "dp_replicate"
+SHARDS: Final = "dp_shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,22 @@ class Mesh:
     def dp_rank(self) -> int:
         """Place along the data-parallel axes, in range(layout.dp_degree)."""
         return self.layout.dp_rank(self.rank)
+
+
+def data_parallel_mesh(mesh: Mesh, timeout_s: float) -> DeviceMesh:
+    """The two data-parallel axes as a DeviceMesh of new groups; every rank calls it, in the same order.
+
+    Made of groups, and not by init_device_mesh, whose groups wait half an hour for a rank that does not come.
+    """
+    replicate, shard = mesh.layout.dp_replicate, mesh.layout.dp_shard
+    assert mesh.layout.world_size == replicate * shard, "tp and pp have no mesh yet"
+    table = torch.arange(replicate * shard).reshape(replicate, shard)
+    timeout = timedelta(seconds=timeout_s)
+    groups = []
+    for rows in (table.T, table):  # the groups along dp_replicate, then those along dp_shard
+        made = [dist.new_group(row.tolist(), timeout=timeout) for row in rows]
+        groups.append(next(group for row, group in zip(rows, made, strict=True) if mesh.rank in row.tolist()))
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=table, mesh_dim_names=(REPLICAS, SHARDS))
 
 
 def make_mesh(layout: Layout, rank: int, world_size: int, device: torch.device) -> Mesh:

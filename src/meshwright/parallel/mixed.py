@@ -9,7 +9,7 @@ all behind them (buckets, accumulation, parameters without a gradient, the optim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -64,22 +64,34 @@ def cast_weights(parallel: Parallel, blocks: Sequence[nn.Module], dtype: torch.d
         dtype: bfloat16 or float16.
     """
     copies = Copies(parallel.bare, dtype)
+    cast_around(parallel.bare, blocks, dtype, lambda: copies.active)
+
+    def announce(reduce: bool, last: bool) -> None:
+        copies.put()
+        parallel.announce(reduce, last)
+
+    return dataclasses.replace(parallel, announce=announce, settle=copies.take_away)
+
+
+def cast_around(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, active: Callable[[], bool]) -> None:
+    """Cast what the model and its blocks are called with to `dtype`, and what the model returns to fp32.
+
+    Args:
+        model: bare.
+        blocks: of it.
+        dtype: the compute type.
+        active: whether the weights are in the compute type now.
+    """
 
     def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast((args, kwargs), dtype) if copies.active else None
+        return cast((args, kwargs), dtype) if active() else None
 
     def outputs(module: nn.Module, args: Any, output: Any) -> Any:
-        return cast(output, torch.float32) if copies.active else None  # a loss summed in bf16 has 3 digits
+        return cast(output, torch.float32) if active() else None  # a loss summed in bf16 has 3 digits
 
-    for module in {parallel.bare, *blocks}:
+    for module in {model, *blocks}:
         module.register_forward_pre_hook(inputs, with_kwargs=True)
-    parallel.bare.register_forward_hook(outputs)
-
-    def set_sync(on: bool) -> None:
-        copies.put()
-        parallel.set_sync(on)
-
-    return dataclasses.replace(parallel, set_sync=set_sync, settle=copies.take_away)
+    model.register_forward_hook(outputs)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:

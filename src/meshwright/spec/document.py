@@ -84,11 +84,13 @@ def _optimizers() -> str:
 
 Names for `optimizer.name`, and the options that may stand beside it or in a table of `optimizer.groups` (there also
 `lr`, but not `foreach` and `fused`, which choose the kernel of the whole optimizer). Defaults are torch's, but for
-`fused`: true where torch has the kernel for CPUs too, unless `foreach` is on or `train.reduction` is exact: the last
-bit of a fused step tells where ZeRO cuts a tensor.
+`fused`: true where torch has the kernel for CPUs too, unless `foreach` is on, or `train.reduction` is exact with
+several threads a rank: the last bit of a fused step tells where a thread's share ends.
 
 {refused}
 * `lbfgs` is left out: it needs a closure that calls the model several times a step.
+* `adafactor` factors the moments of whole matrices, so it is refused where `dp_shard` cuts them.
+* With `train.reduction` exact an update must be elementwise: `adafactor`, `muon` and your own `build` are refused.
 * `muon` takes 2-D parameters alone, so it is refused for the reference models, whose norms are 1-D.
 """
     rows = [row for name, known in OPTIMIZERS.items() for row in _optimizer_rows(name, known)]

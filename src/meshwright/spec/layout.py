@@ -161,15 +161,20 @@ def _wrong_product(layout: Layout, nproc: int) -> LayoutError:
     return LayoutError(f"layout {layout.word} on --nproc {nproc}", rule, f"Nearest: {near}.")
 
 
-def section_of(layout: Layout, pp_schedule: str = "1f1b") -> LayoutSection:
-    """The `[layout]` that resolves to this layout on its own world size and on no other."""
-    return LayoutSection(
+def section_of(layout: Layout, other: LayoutSection = LayoutSection()) -> LayoutSection:  # noqa: B008 -- frozen
+    """The `[layout]` that resolves to this layout on its own world size and on no other.
+
+    Args:
+        layout: its degrees.
+        other: whose keys that are no degrees it keeps.
+    """
+    return replace(
+        other,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
         zero_stage=layout.zero_stage,
         tp=layout.tp,
         pp=layout.pp,
-        pp_schedule=pp_schedule,
     )
 
 

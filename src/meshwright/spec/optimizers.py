@@ -8,9 +8,10 @@ tests/spec/test_optimizers.py compares this table with torch's own signatures. W
     capturable        for CUDA graphs, which are not used; refused by torch on CPU
 
 `fused` differs from torch's default (unset): it is true where the CPU build has the kernel, because it is the same
-formula and faster. In exact mode it is false: the fused CPU kernels round the elements behind the last whole vector
-differently, so where ZeRO cuts a tensor shows in the last bit (measured with torch 2.13: AdamW, 1003 elements cut
-in two, 2 elements differ after 20 steps; with foreach or plain loops none, on any cut).
+formula and faster. The fused CPU kernels round the elements behind the last whole vector of a thread's share
+differently (measured with torch 2.13: AdamW, 1003 elements cut in two, 2 elements differ after 20 steps; with foreach
+or plain loops none, on any cut). Exact mode gives them whole vectors alone (parallel/leaves.py), but with several
+threads a rank the shares end anywhere: there it is false.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from meshwright.errors import Fault
 from meshwright.spec.keys import Key, Table
 from meshwright.spec.nearest import closest, listed, shown
-from meshwright.spec.sections import OptimizerSection
+from meshwright.spec.sections import OptimizerSection, TrainSection
 from meshwright.spec.values import converted, value_fault
 
 NO_LIMITS = Key("")
@@ -54,12 +55,14 @@ class Optimizer:
         options: its arguments besides the parameters and lr.
         elementwise: True if a weight's update needs only its own gradient and state, so any cut of a tensor is legal.
         only_matrices: True if it refuses parameters that are not 2-D.
+        cuttable: True if it can update a parameter of which each rank has a part.
     """
 
     torch_name: str
     options: Mapping[str, Option]
     elementwise: bool = True
     only_matrices: bool = False
+    cuttable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         {"beta2_decay": Option("float", -0.8, Key("", most=0.0)), "d": Option("float", 1.0, Key("", least=1.0))}
         | {"eps": Option("float", (None, 1e-3), _AT_LEAST_0, items=2), "weight_decay": _from_0(0.0)} | _COMMON,
         elementwise=False,
+        cuttable=False,
     ),
     "muon": Optimizer(
         "Muon",
@@ -153,19 +157,28 @@ WHOLE_OPTIMIZER = ("foreach", "fused")
 """Options that choose the kernel: one choice for all groups."""
 
 
-def normalised(section: OptimizerSection, *, reduction: str = "exact") -> dict[str, Any]:
+def normalised(section: OptimizerSection, *, fused: bool = False) -> dict[str, Any]:
     """Keyword arguments for `torch.optim.<torch_name>`, lr among them, with every default written out.
 
     Args:
         section: an `[optimizer]` with a name, without faults.
-        reduction: `train.reduction`. fused is on by default only for `fast`; a caller that does not say gets what is
-            safe in both modes.
+        fused: whether the fused kernel is the default where there is one; see `may_fuse`.
     """
     table = OPTIMIZERS[section.name].options
     values = {name: option.default for name, option in table.items()} | _converted(section.options, table)
     if "fused" in table and "fused" not in section.options:
-        values["fused"] = reduction == "fast" and not values["foreach"]
+        values["fused"] = fused and not values["foreach"]
     return {"lr": section.lr} | {name: value for name, value in values.items() if value is not None}
+
+
+def may_fuse(train: TrainSection) -> bool:
+    """May fused kernels be used without a cut, or a thread, showing where the mode promises that none does?"""
+    return train.reduction == "fast" or train.threads_per_rank == 1
+
+
+def is_elementwise(section: OptimizerSection) -> bool:
+    """Does a weight's update need only its own gradient and state? Of an optimizer of the user's own nobody knows."""
+    return section.build is None and OPTIMIZERS[section.name].elementwise
 
 
 def groups_of(section: OptimizerSection) -> tuple[Group, ...]:

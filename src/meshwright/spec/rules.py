@@ -11,7 +11,7 @@ from meshwright.errors import BatchError, Fault
 from meshwright.spec.batch import BatchPlan
 from meshwright.spec.layout import stage_conflict
 from meshwright.spec.nearest import around, divisors, listed, multiples_around, shown
-from meshwright.spec.optimizers import OPTIMIZERS, optimizer_faults
+from meshwright.spec.optimizers import OPTIMIZERS, is_elementwise, may_fuse, optimizer_faults
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import decay_steps
 from meshwright.spec.sections import KEYS_OF_OTHER_MODELS, DataSection
@@ -183,10 +183,28 @@ def muon_takes_matrices(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault
 
 
 def exact_steps_round_alike(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
-    """Fused CPU kernels round a tensor's last elements by where it is cut."""
-    if recipe.train.reduction == "exact" and recipe.optimizer.options.get("fused") is True:
-        rule = "is true with train.reduction exact; fused kernels round by where ZeRO cuts a tensor."
-        yield Fault("optimizer.fused", rule, "Nearest: leave it out, which is false here.")
+    """An update of a part must be the part of an update of the whole, and round as it."""
+    optimizer, train = recipe.optimizer, recipe.train
+    if train.reduction != "exact":
+        return
+    if not is_elementwise(optimizer):
+        path, asked = ("optimizer.build", optimizer.build) if optimizer.build else ("optimizer.name", optimizer.name)
+        rule = f"is {shown(asked)} with train.reduction exact, which needs updates that are elementwise by construction"
+        whole = ", ".join(name for name, known in OPTIMIZERS.items() if known.elementwise)
+        yield Fault(path, f"{rule}: {whole}.", 'Nearest: "adamw", or train.reduction = "fast".')
+    elif optimizer.options.get("fused") is True and not may_fuse(train):
+        rule = f"is true with train.reduction exact and {train.threads_per_rank} threads a rank: "
+        rule += "fused kernels round by where a thread's share of a tensor ends."
+        yield Fault("optimizer.fused", rule, "Nearest: train.threads_per_rank = 1, or leave it out: false here.")
+
+
+def optimizer_takes_parts(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
+    """Adafactor factors the moments of whole matrices."""
+    known = OPTIMIZERS.get(recipe.optimizer.name) if recipe.optimizer.build is None else None
+    if known and not known.cuttable and recipe.layout.dp_shard > 1:
+        rule = f"is {shown(recipe.optimizer.name)}, which needs whole matrices, with layout.dp_shard = "
+        rule += f"{recipe.layout.dp_shard}: each rank has some rows."
+        yield Fault("optimizer.name", rule, 'Nearest: "adamw", or layout.dp_shard = 1 with dp_replicate.')
 
 
 def scaling_knows_its_base(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
@@ -282,7 +300,8 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (builds_are_functions, ("model.build", "data.build", "loss.build", "optimizer.build")),
     (optimizer_exists, ("optimizer.name", "optimizer.build", "optimizer.groups")),
     (muon_takes_matrices, ("optimizer.name", "model.name")),
-    (exact_steps_round_alike, ("train.reduction", "optimizer")),
+    (exact_steps_round_alike, ("train.reduction", "train.threads_per_rank", "optimizer")),
+    (optimizer_takes_parts, ("optimizer.name", "layout.dp_shard")),
     (scaling_knows_its_base, ("optimizer.lr_scaling", "batch.global_batch_size", "batch.tuned_global_batch_size")),
     (warmup_ends, ("schedule.warmup_steps", "train.steps")),
     (decay_fits, ("schedule.name", "schedule.warmup_steps", "schedule.decay_steps", "train.steps")),

@@ -20,7 +20,11 @@ class ModelSection:
     """`[model]`: what is trained. Exactly one of `name`, `hf` and `build`."""
 
     name: str | None = key("A reference model.", None, choices=MODEL_NAMES)
-    hf: str | None = key("A Hugging Face model: path of a folder with `config.json`, or a hub id.", None)
+    hf: str | None = key(
+        "A causal language model of Hugging Face: a folder with `config.json`, and with safetensors weights to start "
+        "from if there are some; or a hub id. Needs the `hf` extra.",
+        None,
+    )
     build: str | None = key(
         "`package.module:function` that returns an `nn.Module`; the section's other keys are its keyword arguments.",
         None,
@@ -185,6 +189,12 @@ class LayoutSection:
         knob=True,
         left_out="0 if dp_shard is 1, else 3",
     )
+    units: str | None = key(
+        "Modules that ZeRO gathers one at a time: patterns of names such as `encoder.layers.*`, blanks between.",
+        None,
+        knob=True,
+        left_out="the model's repeated blocks",
+    )
     tp: int = key("Ranks over which every matrix is cut.", 1, least=1, knob=True)
     pp: int = key("Pipeline stages.", 1, least=1, knob=True)
     pp_schedule: str = key(
@@ -211,11 +221,13 @@ class TrainSection:
     recompute: str = key(
         "What backward computes again instead of keeping.", "none", choices=("none", "selective", "full"), knob=True
     )
-    sync: str = key(
-        "When accumulating, reduce gradients at the last microbatch or at each.",
-        "last",
+    sync: str | None = key(
+        "When accumulating, reduce gradients over the ranks at the last microbatch (less traffic) or at each (less "
+        "memory).",
+        None,
         choices=("last", "every"),
         knob=True,
+        left_out="every with ZeRO stages 2 and 3, else last",
     )
     record_samples: bool = key("Write the sample ids of each step to samples.jsonl.", False, knob=True)
     on_nonfinite: str = key(

@@ -13,7 +13,7 @@ from typing import Final
 
 from meshwright.errors import MeshwrightError, RankDied
 from meshwright.train.lastwords import ERROR, EXIT, LEFT_WORLD, LOST_PEER, OWN_FAULT, RETURNED, LastWords, revive
-from meshwright.train.pulse import LEFT, Moment
+from meshwright.train.pulse import IN, LEFT, Moment
 
 _HINTS: Final[dict[int, tuple[str, str]]] = {
     signal.SIGKILL: (
@@ -25,7 +25,7 @@ _HINTS: Final[dict[int, tuple[str, str]]] = {
         "Usually an extension for other versions.",
     ),
     signal.SIGBUS: ("native code lost its memory.", "Usually /dev/shm or a mapped file ran out of room."),
-    signal.SIGABRT: ("native code gave up.", "The last lines it printed say why."),
+    signal.SIGABRT: ("native code gave up.", "The last lines it printed say why."),  # or see `_strayed`
     signal.SIGTERM: ("somebody asked it to end: a person, or a scheduler with a limit.", ""),
 }
 _FIX_HANG: Final = (
@@ -84,11 +84,11 @@ def find_cause(witnesses: Sequence[Witness]) -> MeshwrightError:
     struck = [w for w in killed if w.exit_code != -signal.SIGABRT]
     left = [w for w in witnesses if (w.words is not None and w.words.kind == EXIT) or _vanished(w)]
     for found in (
-        [_blame_signal(w) for w in struck[:1]],
+        [_blame_signal(w, witnesses) for w in struck[:1]],
         [_blame_error(min(own, key=lambda words: words.wall_s), own, witnesses)] if own else [],
         [_blame_exit(w) for w in left[:1]],
         _blame_still(witnesses),
-        [_blame_signal(w) for w in killed[:1]],
+        [_blame_signal(w, witnesses) for w in killed[:1]],
         _blame_absent(witnesses),
     ):
         if found:
@@ -101,10 +101,21 @@ def _vanished(witness: Witness) -> bool:
     return witness.ended and witness.words is None and (witness.exit_code is None or witness.exit_code >= 0)
 
 
-def _blame_signal(witness: Witness) -> RankDied:
+def _strayed(witnesses: Sequence[Witness]) -> str:
+    """What to look for where ranks stood in different parts of the model, whose weights they gather together."""
+    places = [(w.rank, w.moment.phase) for w in witnesses if IN in w.moment.phase]
+    if len({phase for _, phase in places}) < 2:
+        return ""
+    stood = ", ".join(f"rank {rank} in {phase}" for rank, phase in places[:4])
+    return f"Last seen: {stood}. With ZeRO every rank must call the same modules, in the same order and as often."
+
+
+def _blame_signal(witness: Witness, witnesses: Sequence[Witness]) -> RankDied:
     number = -(witness.exit_code or 0)
     name = signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
     rule, nearest = _HINTS.get(number, ("", ""))
+    if number == signal.SIGABRT:
+        nearest = _strayed(witnesses) or nearest
     return RankDied(f"rank {witness.rank} was killed by {name} {witness.moment}", rule, nearest)
 
 
@@ -188,7 +199,7 @@ def _blame_absent(witnesses: Sequence[Witness]) -> list[RankDied]:
             f"rank {late.rank} hangs: it is alive{quiet}, and did not come to the collective where {whom} waited; "
             f"last seen {late.moment}",
             _waited(waiting),
-            _FIX_HANG,
+            _strayed(witnesses) or _FIX_HANG,
         )
     ]
 
@@ -201,7 +212,7 @@ def _blame_nobody(witnesses: Sequence[Witness]) -> RankDied:
     error = RankDied(
         f"the ranks lost each other; rank {late.rank} was the furthest behind, {late.moment}",
         first,
-        "Either ranks called different collectives, or the network between them failed.",
+        _strayed(witnesses) or "Either ranks called different collectives, or the network between them failed.",
     )
     for each in words[:1]:
         error.add_note(f"On rank {each.rank}:\n{each.details.rstrip()}")

@@ -1,4 +1,4 @@
-"""Saving and loading the state of a training. Rank 0 writes; every rank loads.
+"""Saving and loading the state of a training. All ranks gather, rank 0 writes; every rank loads what it has of it.
 
 Contract 8: written beside, published by one rename, so that a kill at any moment leaves the last good one.
 """
@@ -8,81 +8,92 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.nn as nn
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
-from meshwright.models.digest import state_items, weights_sha256
+from meshwright.parallel.leaves import local, rows_here
 from meshwright.spec.nearest import first_of
 from meshwright.train import stored
-from meshwright.train.optimizer import NAMES, load_named_state, named_state
-from meshwright.train.step import local
+from meshwright.train.agree import Agreement
+from meshwright.train.optimizer import NAMES, load_named_state
+from meshwright.train.state import COUNTERS, Piece, State
 from meshwright.train.stored import MANIFEST, MODEL, OPTIMIZER, SEAL, Stored
+from meshwright.train.tensorfile import TensorWriter, in_file_order
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a checkpoint holds besides its manifest.
-
-    Attributes:
-        model: bare module.
-        optimizer: its optimizer.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, whole, on the host, a tied tensor once."""
-        return _apart({name: local(t.detach()).cpu().contiguous() for name, t in state_items(self.model)})
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """Optimizer state, whole, on the host."""
-        return {name: local(t.detach()).cpu().contiguous() for name, t in named_state(self.optimizer).items()}
-
-
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of those that share memory with an earlier one without being the same: a file holds each by itself."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen:
-            tensors[name] = tensor.clone()
-        seen.add(address)
-    return tensors
-
-
-def save(home: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> Path:
-    """Save and publish a checkpoint. Rank 0 calls it, through `Agreement`, so that all ranks learn how it went.
+def save(
+    home: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int, agreement: Agreement
+) -> tuple[Path, str]:
+    """Save and publish a checkpoint; collective. Rank 0 writes, tensor by tensor; every rank learns how it went.
 
     Args:
         home: the `checkpoints` folder.
         step: optimizer steps done.
-        state: model and optimizer; whole on every rank.
+        state: model and optimizer.
         facts: further entries of the manifest.
         keep_last: whole checkpoints to keep, this one among them.
+        agreement: of the ranks.
+
+    Returns:
+        The checkpoint's folder and its weights_sha256.
 
     Raises:
         CheckpointError: it could not be written. What was there before is untouched.
     """
     target = home / stored.folder_name(step)
+    beside = home / f".{target.name}.writing"
+    agreement.on_rank_0(lambda: _attempt(target, partial(_begin, home, beside)))
+    for name, pieces in ((MODEL, state.weights()), (OPTIMIZER, state.moments())):
+        _write(target, beside / name, pieces, agreement)
+    digest = agreement.on_rank_0(lambda: _attempt(target, partial(_publish, beside, target, step, facts, keep_last)))
+    return target, digest
+
+
+def _attempt(target: Path, work: Callable[[], T]) -> T:
+    """Do a part of saving; what the disk says against it becomes one line."""
     try:
-        _write(target, step, state, facts, keep_last)
-    except (OSError, SafetensorError) as error:
-        _clear_leftovers(home)  # a full disk would stay full
-        reason = getattr(error, "strerror", None) or str(error)
+        return work()
+    except OSError as error:
+        _clear_leftovers(target.parent)  # a full disk would stay full
+        reason = error.strerror or str(error)
         raise CheckpointError(
             f"checkpoint {target}", f"could not be written: {reason}.", "Earlier checkpoints are untouched."
         ) from error
-    return target
+
+
+def _begin(home: Path, beside: Path) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(home)
+    beside.mkdir()
+
+
+def _write(target: Path, path: Path, pieces: list[Piece], agreement: Agreement) -> None:
+    """Gather one piece after the other; rank 0 writes them."""
+    by_name = {piece.name: piece for piece in pieces}
+    entries = in_file_order([piece.entry for piece in pieces])
+    writer = TensorWriter(path, entries) if agreement.rank == 0 else None
+    for entry in entries:
+        piece = by_name[entry.name]
+        if writer is not None:
+            writer.add(piece.whole())
+        elif piece.is_cut:
+            piece.whole()
+    agreement.on_rank_0(lambda: _attempt(target, _close_of(writer)))
+
+
+def _close_of(writer: TensorWriter | None) -> Callable[[], None]:
+    assert writer is not None, "rank 0 writes"
+    return writer.close
 
 
 def tidy(home: Path, step: int, keep_last: int) -> None:
@@ -94,32 +105,22 @@ def tidy(home: Path, step: int, keep_last: int) -> None:
         raise CheckpointError(f"checkpoints in {home}", f"cannot be removed: {error.strerror}.") from error
 
 
-def _write(target: Path, step: int, state: State, facts: Mapping[str, Any], keep_last: int) -> None:
-    home = target.parent
-    home.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(home)
-    beside = home / f".{target.name}.writing"
-    beside.mkdir()
-    weights = state.weights()
-    save_file(weights, beside / MODEL)
-    save_file(state.moments(), beside / OPTIMIZER)
+def _publish(beside: Path, target: Path, step: int, facts: Mapping[str, Any], keep_last: int) -> str:
     files = {name: _facts(beside / name) for name in (MODEL, OPTIMIZER)}
     manifest: dict[str, Any] = {
         "format": stored.FORMAT,
         "step": step,
         **facts,
-        "weights_sha256": weights_sha256(weights.items()),
+        "weights_sha256": stored.weights_sha256(beside / MODEL),
         "files": files,
     }
     manifest[SEAL] = stored.seal(manifest)
     (beside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    mode = (beside / MANIFEST).stat().st_mode
-    for path in beside.iterdir():
-        path.chmod(mode)  # safetensors writes for this user alone, whatever the umask says
-        _sync(path)
+    _sync(beside / MANIFEST)
     _sync(beside)
-    _publish(beside, target)
-    _prune(home, step, keep_last)
+    _rename(beside, target)
+    _prune(target.parent, step, keep_last)
+    return str(manifest["weights_sha256"])
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _publish(beside: Path, target: Path) -> None:
+def _rename(beside: Path, target: Path) -> None:
     if target.exists():  # the same step again, after resuming from an earlier one
         target.rename(target.with_name(f".{target.name}.old"))
     beside.rename(target)
@@ -166,31 +167,69 @@ def _clear_leftovers(home: Path) -> None:
 
 
 def load(checkpoint: Stored, state: State) -> None:
-    """Put a checkpoint into the model and the optimizer of this rank.
+    """Put a checkpoint into the model and the optimizer of this rank, which reads the rows that it has.
 
     Raises:
         CheckpointError: a file cannot be read here, or its tensors are not the model's.
     """
-    weights, moments = _read(checkpoint.path / MODEL), _read(checkpoint.path / OPTIMIZER)
-    wanted = dict(state_items(state.model))
-    _require_same(checkpoint, weights, wanted)
-    _require_trained(checkpoint, moments, state.optimizer)
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            local(tensor).copy_(weights[name])
-    load_named_state(state.optimizer, moments)
+    wanted = state.weights()
+    with _reading(checkpoint.path / MODEL) as file:
+        _require_same(checkpoint, _shapes(file), {piece.name: tuple(piece.entry.shape) for piece in wanted})
+        with _reading(checkpoint.path / OPTIMIZER) as moments:
+            _require_trained(checkpoint, list(moments.keys()), state.optimizer)
+            with torch.no_grad():
+                for piece in wanted:
+                    piece.part.copy_(_rows(file, piece.name, piece.like))
+            load_named_state(state.optimizer, _laid(moments, state))
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def _laid(moments: Any, state: State) -> dict[str, torch.Tensor]:
+    """This rank's part of every tensor of the optimizer's state, as its leaves want it."""
+    leaves = {leaf.name: leaf for leaf in state.leaves}
+    found: dict[str, torch.Tensor] = {}
+    for key in moments.keys():  # noqa: SIM118 -- an open file, not a dictionary
+        kind, _, name = key.partition("/")
+        leaf = leaves[name]
+        is_number = kind in COUNTERS
+        found[key] = moments.get_tensor(key) if is_number else leaf.laid(_rows(moments, key, leaf.parameter))
+    return found
+
+
+def _rows(file: Any, name: str, like: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor in a file that this rank has of `like`; all of it if it has another shape."""
+    if not isinstance(like, DTensor):
+        return cast(torch.Tensor, file.get_tensor(name))
+    found = file.get_slice(name)
+    shape = found.get_shape()
+    if tuple(shape) != tuple(like.shape):
+        raise CheckpointError(
+            f"optimizer state {name}",
+            f"has shape {tuple(shape)}, its parameter {tuple(like.shape)}: ZeRO cannot cut it.",
+            "Resume on a layout without dp_shard.",
+        )
+    rows = rows_here(like)
+    if rows.start == rows.stop:
+        return local(like).new_empty((0, *shape[1:]))
+    return cast(torch.Tensor, found[rows])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Open a safetensors file."""
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}", f"cannot be read: {error}.", "Every rank needs to see the run folder."
         ) from error
 
 
-def _require_trained(checkpoint: Stored, moments: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- an open file
+
+
+def _require_trained(checkpoint: Stored, moments: list[str], optimizer: torch.optim.Optimizer) -> None:
     """Refuse to drop the state of parameters that were trained and are frozen now."""
     trained = {name for group in optimizer.param_groups for name in group[NAMES]}
     frozen = sorted({key.partition("/")[2] for key in moments} - trained)
@@ -202,10 +241,12 @@ def _require_trained(checkpoint: Stored, moments: Mapping[str, torch.Tensor], op
         )
 
 
-def _require_same(checkpoint: Stored, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+def _require_same(
+    checkpoint: Stored, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
-    other = [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
+    other = [n for n in wanted if n in found and found[n] != wanted[n]]
     for names, what in ((missing, "lacks"), (extra, "has beyond the model's"), (other, "has in another shape")):
         if names:
             raise CheckpointError(

@@ -51,7 +51,7 @@ def counts_first(stepper: Stepper, mine: list[Microbatch], pairs: list[Pair] | N
         rows += [[_scalar(stepper, p.count) for p in stepper.forward(m, reduce=False)] for m in mine[1:]]
     before.put_back()
     stepper.seeds.at(mine[0].step, mine[0].index)
-    stepper.parallel.set_sync(stepper.reduces(mine[0]))
+    stepper.parallel.announce(stepper.reduces(mine[0]), mine[0].last)
     return _weights(stepper, rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from meshwright.spec.batch import BatchPlan, microbatches_of_rank
 from meshwright.train.loader import Place, Source, to_device
-from meshwright.train.loss import divisor
+from meshwright.train.loss import Pair, divisor
 from meshwright.train.order import Split
 from meshwright.train.step import Stepper
+from meshwright.train.sums import added
 
 
 def held_out_places(split: Split, batch: BatchPlan, dp_rank: int) -> Iterator[Place]:
@@ -34,26 +35,33 @@ def held_out_places(split: Split, batch: BatchPlan, dp_rank: int) -> Iterator[Pl
 def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int]:
     """Mean loss over the held-out samples, and how many there were; collective, the same answer on every rank."""
     model, batch = stepper.parallel.bare, stepper.rules.batch
-    sums: torch.Tensor | None = None
+    total = -(-split.num_held_out // batch.microbatch_size)
+    table: torch.Tensor | None = None  # (microbatches, pairs, 2): a row has one owner, so its sum over ranks is exact
     modes = {module: module.training for module in model.modules()}  # parts may be in eval mode for good
     model.eval()
-    stepper.parallel.set_sync(False)
+    stepper.parallel.announce(False, False)
     try:
         with torch.no_grad():
             for microbatch in source.stream(held_out_places(split, batch, stepper.mesh.dp_rank)):
-                rows = to_device(microbatch.batch, stepper.mesh.device)
-                pairs = stepper.pairs(rows)
-                weight = 1.0 if len(microbatch.ids) else 0.0
-                row = [[float(p.total) * weight, float(p.count) * weight] for p in pairs]
-                these = torch.tensor([*row, [float(len(microbatch.ids)), 1.0]], dtype=torch.float64)
-                sums = these if sums is None else sums + these
+                pairs = stepper.pairs(to_device(microbatch.batch, stepper.mesh.device))
+                if table is None:
+                    table = torch.zeros(total, len(pairs), 2, dtype=torch.float64)
+                if len(microbatch.ids):
+                    table[microbatch.index] = _row(pairs)
     finally:
         stepper.parallel.settle()
         for module, mode in modes.items():
             module.training = mode
-    assert sums is not None, "a split without held-out samples is not evaluated"
-    sums = sums.to(stepper.mesh.device)
+    stepper.parallel.require_same()
+    assert table is not None, "a split without held-out samples is not evaluated"
+    table = table.to(stepper.mesh.device)
     if batch.dp_degree > 1:
-        dist.all_reduce(sums)
-    *rows_of_pairs, (samples, _) = sums.tolist()
-    return math.fsum(total / divisor(count) for total, count in rows_of_pairs), int(samples)
+        dist.all_reduce(table)
+    totals, counts = ([added(column) for column in part] for part in table.permute(2, 1, 0).tolist())
+    loss = math.fsum(total / divisor(count) for total, count in zip(totals, counts, strict=True))
+    return loss, split.num_held_out
+
+
+def _row(pairs: Sequence[Pair]) -> torch.Tensor:
+    """(pairs, 2) fp64: sums and counts."""
+    return torch.tensor([[float(pair.total), float(pair.count)] for pair in pairs], dtype=torch.float64)

@@ -40,7 +40,8 @@ def refuse_nonfinite(
     elif not math.isfinite(loss):
         bad, what = None, "the sum of the losses"
     else:
-        bad, what = _bad_gradient(stepper, mine, weights), "the gradient"
+        found = seen.gradients.bad_microbatch
+        bad, what = found if found is not None else _bad_gradient(stepper, mine, weights), "the gradient"
     where = "no microbatch by itself was found to be" if bad is None else _place(stepper, seen.samples, bad)
     rule = f"{what} is not finite ({where}); loss {loss:g}, gradient norm {norm:g}"
     if stepper.rules.on_nonfinite == "skip":
@@ -60,20 +61,20 @@ def _place(stepper: Stepper, samples: int, index: int) -> str:
 
 
 def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | None) -> int | None:
-    """Run the step's microbatches again, one at a time and unreduced, and find the first with a bad gradient.
+    """Run the step's microbatches again, one at a time, and find the first with a bad gradient.
 
-    It costs a step, once, in a run that is about to stop or to skip. Where gradients are summed over ranks inside
-    every backward a rank's own part cannot be seen, and None is returned.
+    It costs a step, once, in a run that is about to stop or to skip. Every rank runs all of its own: the others may
+    need it in a collective.
     """
-    first = float("inf")
-    if stepper.parallel.local_gradients and weights is not None:
+    first, gradients = float("inf"), stepper.gradients
+    if weights is not None:
+        gradients.watch()
         for microbatch in mine:
-            stepper.drop_gradients()
-            pairs = stepper.forward(microbatch, reduce=False)
+            gradients.drop()
+            pairs = stepper.forward(microbatch, reduce=gradients.replays_reduced)
             stepper.backward(stepper.empty_sums(), microbatch, pairs, weights)
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in stepper.gradients()):
+            if math.isinf(first) and not gradients.finite():
                 first = float(microbatch.index)
-                break
         stepper.parallel.settle()
     found = torch.tensor(first, dtype=torch.float64, device=stepper.mesh.device)
     if stepper.mesh.layout.dp_degree > 1:

@@ -29,7 +29,7 @@ def build_optimizer(
     section: OptimizerSection,
     named: Named,
     *,
-    reduction: str = "fast",
+    fused: bool = True,
     lr_factor: float = 1.0,
     factory: OptimizerFactory | None = None,
 ) -> torch.optim.Optimizer:
@@ -38,21 +38,19 @@ def build_optimizer(
     Args:
         section: name, rate, options and groups.
         named: every parameter once, with its name.
-        reduction: fast | exact; decides about fused kernels.
+        fused: whether the fused kernel is the default where there is one.
         lr_factor: what `lr_scaling` multiplies every rate by.
         factory: takes the place of `name` and its options.
 
     Raises:
         SpecError: nothing to train, or a group's pattern matches no parameter.
     """
-    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trainable:
-        raise SpecError("the model", f"has no trainable parameter ({len(named)} in all).", "Set requires_grad on some.")
+    trainable = require_trainable(named)
     groups = [_group(members, group) for members, group in _assign(groups_of(section), trainable)]
     if factory is None and section.build is not None:
         factory = resolve_callable(section.build, "optimizer.build")
     if factory is None:
-        options = normalised(section, reduction=reduction)
+        options = normalised(section, fused=fused)
         optimizer = getattr(torch.optim, OPTIMIZERS[section.name].torch_name)(groups, **options)
     else:
         optimizer = _call(factory, groups, {"lr": section.lr, **section.options})
@@ -63,6 +61,18 @@ def build_optimizer(
         group["lr"] *= lr_factor
         group[PEAK] = group["lr"]
     return optimizer
+
+
+def require_trainable(named: Named) -> Named:
+    """Those parameters that are trained.
+
+    Raises:
+        SpecError: none is.
+    """
+    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not trainable:
+        raise SpecError("the model", f"has no trainable parameter ({len(named)} in all).", "Set requires_grad on some.")
+    return trainable
 
 
 def _name_parameters(optimizer: torch.optim.Optimizer, trainable: Named) -> None:

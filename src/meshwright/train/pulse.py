@@ -21,9 +21,12 @@ from typing import Final, final
 BEFORE: Final = "start"
 DONE: Final = "done"
 LEFT: Final = "left"
+IN: Final = " ("
+"""Between a phase and the part of the model that is called in it."""
 HEART_PERIOD_S: Final = 0.5
 # Written in one call, so that the two halves of a slot, the loop's and the heart's, have one writing thread each.
-_BEAT: Final = struct.Struct("<qqd32s")
+_PHASE_BYTES: Final = 40
+_BEAT: Final = struct.Struct(f"<qqd{_PHASE_BYTES}s")
 _HEART: Final = struct.Struct("<d")
 _HEART_OFFSET: Final = 64
 _SLOT_BYTES: Final = 128
@@ -117,7 +120,13 @@ class Pulse:
             phase: a word such as `forward`, `backward`, `optimizer`, `checkpoint`; `done` once the step is finished.
             microbatch: which microbatch of the step.
         """
-        _BEAT.pack_into(self._board, self._offset, step, microbatch, time.monotonic(), phase.encode()[:32])
+        _BEAT.pack_into(self._board, self._offset, step, microbatch, time.monotonic(), phase.encode()[:_PHASE_BYTES])
+
+    def enter(self, name: str) -> None:
+        """Say which part of the model this rank calls, in the step and microbatch that it is in."""
+        step, microbatch, _, phase = _BEAT.unpack_from(self._board, self._offset)
+        word = phase.rstrip(b"\0").decode("utf-8", "replace").partition(IN)[0]
+        self.beat(step, f"{word}{IN}{name[len(word) + len(IN) + 1 - _PHASE_BYTES :]})", microbatch)
 
     def throb(self) -> None:
         """Say that this process runs at all (the heart thread's call)."""

@@ -18,7 +18,6 @@ from typing import Any, final
 
 from meshwright.errors import CheckpointError, RankDisagreement, SpecError
 from meshwright.models.anatomy import with_extra_state
-from meshwright.models.digest import state_items, weights_sha256
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.dump import to_table
 from meshwright.spec.layout import resolve, section_of
@@ -41,7 +40,8 @@ from meshwright.train.run_folder import (
     read_summary,
     write_recipe,
 )
-from meshwright.train.step import StepResult, local
+from meshwright.train.state import digest_of
+from meshwright.train.step import StepResult
 from meshwright.train.stored import CHECKPOINTS, folder_name
 from meshwright.train.trainer import Parts, Trainer
 from meshwright.train.world import World
@@ -60,7 +60,7 @@ def settle(recipe: Recipe, start: Start, world_size: int) -> Recipe:
         if batch.global_batch_size % (layout.dp_degree * before) == 0:
             batch = dataclasses.replace(batch, microbatch_size=before)
     batch = dataclasses.replace(batch, microbatch_size=plan_batch(batch, layout.dp_degree).microbatch_size)
-    return dataclasses.replace(recipe, batch=batch, layout=section_of(layout, recipe.layout.pp_schedule))
+    return dataclasses.replace(recipe, batch=batch, layout=section_of(layout, recipe.layout))
 
 
 def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World) -> dict[str, Any]:
@@ -145,6 +145,7 @@ class Run:
         self._tokens_before, self._has_told_of_drift = 0, False
         self._saved_step = start.step if start.checkpoint else None
         self._ended: dict[str, Any] | None = None
+        self._digest = ""
         self._restore()
         kept = None if self._ended else folder  # a run that has ended is looked at, and not touched
         if kept is not None:
@@ -190,6 +191,8 @@ class Run:
         self._tokens = self._tokens_before = int(checkpoint.manifest["tokens"])
         scaler = self.trainer.stepper.scaler
         scaler.scale, scaler.good_steps = checkpoint.manifest["loss_scale"]
+        self.trainer.stepper.gradients.load(checkpoint.manifest.get("grid", {}))
+        self._digest = str(checkpoint.manifest["weights_sha256"])
         require_equal_weights(self.trainer.model, self.world.world_size, "after loading the checkpoint")
         self._row = self.agreement.on_rank_0(lambda: last_row(folder, checkpoint.step))
         if checkpoint.step >= self.end:
@@ -310,8 +313,7 @@ class Run:
         self.trainer.stepper.parallel.settle()
         self._reconcile_buffers()
         require_equal_weights(self.trainer.model, self.world.world_size, f"at step {step}")
-        state, facts = self.trainer.state, self._facts()
-        self.agreement.on_rank_0(lambda: save(home, step, state, facts, keep))
+        _, self._digest = save(home, step, self.trainer.state, self._facts(), keep, self.agreement)
         self._saved_step = step
 
     @cached_property
@@ -333,6 +335,7 @@ class Run:
             "tokens": self._tokens,
             "samples": trainer.order.samples_before(self.done),
             "loss_scale": [trainer.stepper.scaler.scale, trainer.stepper.scaler.good_steps],
+            "grid": trainer.stepper.gradients.state(),
             "data": {
                 "num_samples": trainer.source.num_samples,
                 "about": trainer.about_data,
@@ -346,6 +349,7 @@ class Run:
         if self.folder is None:
             self._reconcile_buffers()
             require_equal_weights(self.trainer.model, self.world.world_size, f"at step {self.done}")
+            self._digest = digest_of(self.trainer.state.weights(), self.world.speaks)
         self.save()
         summary = self._ended or self.agreement.on_rank_0(self._summarise)
         self.console.close()
@@ -355,7 +359,6 @@ class Run:
     def _summarise(self) -> dict[str, Any]:
         """Write summary.json. The last row may be an earlier run's, killed between its last checkpoint and here."""
         facts = self._facts()
-        weights = ((name, local(tensor.detach())) for name, tensor in state_items(self.trainer.model))
         summary = {
             "status": "done" if self.done == self.recipe.train.steps else "stopped",
             "step": self.done,
@@ -363,7 +366,7 @@ class Run:
             "loss": self._row.get("loss"),
             **{name: value for name, value in self._row.items() if name.startswith("validation_")},
             **{name: facts[name] for name in ("layout", "world_size", "tokens", "samples")},
-            "weights_sha256": weights_sha256(weights),
+            "weights_sha256": self._digest,
             "checkpoint": f"{CHECKPOINTS}/{folder_name(self._saved_step)}" if self._saved_step is not None else None,
             "seconds": round(self._seconds, 3),
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.errors import Fault, SpecError
+from meshwright.parallel.grid import MOST_MICROBATCHES
+from meshwright.spec.batch import plan_batch
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 
@@ -25,16 +27,13 @@ def require_runnable(recipe: Recipe, layout: Layout) -> None:
 
 
 def _faults(recipe: Recipe, layout: Layout) -> Iterator[Fault]:
-    if layout.world_size != layout.dp_replicate:
-        nearest = Layout(dp_replicate=layout.world_size).word
-        yield Fault(f"layout {layout.word}", "this version trains single and ddpN.", f"Nearest: {nearest}.")
-    if recipe.train.reduction == "exact":
-        yield Fault("train.reduction", 'this version sums as "fast" does.', 'Nearest: "fast".')
+    if layout.tp * layout.pp > 1:
+        nearest = Layout(dp_shard=layout.world_size, zero_stage=3).word
+        yield Fault(f"layout {layout.word}", "this version cuts by data parallelism and ZeRO.", f"Nearest: {nearest}.")
+    total = plan_batch(recipe.batch, layout.dp_degree).total_microbatches
+    if recipe.train.reduction == "exact" and total > MOST_MICROBATCHES:
+        size = -(-recipe.batch.global_batch_size // MOST_MICROBATCHES)
+        rule = f"makes {total} microbatches a step; sums of more than {MOST_MICROBATCHES} would not be exact."
+        yield Fault("train.reduction = exact", rule, f"Nearest: batch.microbatch_size {size} or more.")
     if recipe.checkpoint.asynchronous:
         yield Fault("checkpoint.asynchronous", "this version saves between steps.", "Nearest: false.")
-    if recipe.model.hf is not None:
-        yield Fault(
-            "model.hf",
-            "this version trains `name` and `build` models.",
-            "Load it in a function and name that in model.build.",
-        )

@@ -25,15 +25,18 @@ from itertools import islice
 from typing import Final, final
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from meshwright.errors import MeshwrightWarning, SpecError
+from meshwright.errors import MeshwrightWarning, RunError, SpecError
 from meshwright.parallel.entry import Parallel
+from meshwright.parallel.fsdp import explained, used_outside
+from meshwright.parallel.grid import FIRST, RESOLUTION
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import BatchPlan
 from meshwright.spec.schedule import lr_multiplier
 from meshwright.spec.sections import ScheduleSection
-from meshwright.train.buffers import KeptBuffers
+from meshwright.train.buffers import KeptBuffers, MeanBuffers
 from meshwright.train.counts import Weights, counts_first, require_counts
 from meshwright.train.loader import Batch, Microbatch, to_device
 from meshwright.train.loss import LossFunction, Pair, divisor, pairs_of
@@ -42,6 +45,9 @@ from meshwright.train.optimizer import set_rate
 from meshwright.train.pulse import Pulse
 from meshwright.train.scaler import LossScaler
 from meshwright.train.sums import Seen, StepSums, read
+
+_ATTEMPTS: Final = 3
+"""Passes over one step in exact mode: the second is on the grid that the first asked for, and always fits."""
 
 CLIP_EPSILON: Final = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, so that a hand-written loop clips to the same numbers."""
@@ -59,6 +65,7 @@ class StepRules:
         max_grad_norm: clip at this global norm; None clips nothing.
         on_nonfinite: stop | skip.
         sync: last | every: which microbatches reduce gradients.
+        exact: nothing of a step may depend on how many ranks share it.
     """
 
     batch: BatchPlan
@@ -68,6 +75,7 @@ class StepRules:
     max_grad_norm: float | None
     on_nonfinite: str
     sync: str
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +121,12 @@ class Stepper:
     ) -> None:
         self.parallel, self.mesh, self.loss, self.optimizer = parallel, mesh, loss, optimizer
         self.rules, self.seeds, self.scaler, self.pulse = rules, seeds, scaler, pulse
-        self._parameters = [(n, p) for n, p in parallel.bare.named_parameters() if p.requires_grad]
+        self.gradients = parallel.gradients
         self.warn: Callable[[str], None] = partial(warnings.warn, category=MeshwrightWarning)
         """Where rank 0 is told what the user should know; a run has its console for it."""
         self._before: KeptBuffers | None = None
-        self._has_warned = False
+        self._buffers: MeanBuffers | None = None
+        self._has_warned = self._has_told_of_lost = False
         self.idle: list[str] = []
         """Trainable parameters that got no gradient in the last step."""
 
@@ -128,31 +137,40 @@ class Stepper:
             NonFiniteError: a loss or the norm is NaN or infinite, and the rule is to stop.
         """
         mine = take_step(stream, self.rules.batch)
+        for attempt in range(_ATTEMPTS):
+            sums, weights = self._pass(mine)
+            why = self.gradients.retry()
+            if not why:
+                return self.finish(sums, mine, weights)
+            if attempt == 0 and why != FIRST:
+                self._tell(f"step {mine[0].step + 1} is computed again: {why}")
+        raise RunError(
+            f"step {mine[0].step + 1}",
+            f"was computed {_ATTEMPTS} times, each time with other gradients: {why}.",
+            "Exact mode needs a model that computes the same twice from the same seed.",
+        )
+
+    def _pass(self, mine: list[Microbatch]) -> tuple[StepSums, Weights]:
+        """Forward and backward of this rank's microbatches."""
         sums, weights = self.begin(), counts_first(self, mine)
         for microbatch in mine:
             pairs = self.forward(microbatch, reduce=self.reduces(microbatch))
             weights = weights or counts_first(self, mine, pairs)
             self.backward(sums, microbatch, pairs, weights)
-        return self.finish(sums, mine, weights)
+        return sums, weights
 
     def begin(self) -> StepSums:
-        """Empty sums for a step; whatever gradients lie about are not its own."""
-        self.drop_gradients()
-        self._before = KeptBuffers(self.parallel.bare) if self.rules.on_nonfinite == "skip" else None
+        """Empty sums for a step."""
+        self.parallel.settle()  # what was gathered for passes in between may be older than the weights
+        self.gradients.begin()
+        model, rules = self.parallel.bare, self.rules
+        self._buffers = MeanBuffers(model) if rules.exact else None
+        self._before = KeptBuffers(model) if rules.on_nonfinite == "skip" and not rules.exact else None
         return self.empty_sums()
 
     def empty_sums(self) -> StepSums:
         """Sums of no microbatch yet."""
         return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's part of every gradient there is."""
-        return [local(p.grad) for _, p in self._parameters if p.grad is not None]
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients, also of parameters that the optimizer does not know."""
-        for _, parameter in self._parameters:
-            parameter.grad = None
 
     def reduces(self, microbatch: Microbatch) -> bool:
         """Does the backward pass of this microbatch reduce gradients over the ranks?"""
@@ -169,7 +187,27 @@ class Stepper:
 
     def pairs(self, batch: Batch) -> list[Pair]:
         """What the loss function says of a batch."""
-        return pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
+        with explained():
+            pairs = pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
+        if any(isinstance(pair.total, DTensor) for pair in pairs):
+            raise used_outside()
+        return pairs
+
+    def _tell(self, text: str) -> None:
+        if self.mesh.rank == 0:
+            self.warn(text)
+
+    def _tell_of_lost(self, step: int, lost: dict[str, int]) -> None:
+        """Say once that exact mode treats the smallest gradients otherwise than fast mode does."""
+        if lost and not self._has_told_of_lost:
+            self._has_told_of_lost = True
+            name, n = max(lost.items(), key=lambda item: item[1])
+            more = f" (and {len(lost) - 1} more parameters)" if len(lost) > 1 else ""
+            self._tell(
+                "exact mode rounded gradients to zero that fast mode would have kept: in step "
+                f"{step}, up to {n} elements a microbatch of {name}{more}, each more than 2**{RESOLUTION} below the "
+                "largest; said once"
+            )
 
     def _warn_once(self, text: str) -> None:
         if not self._has_warned and self.mesh.rank == 0:
@@ -180,7 +218,7 @@ class Stepper:
         """Seed the forward pass of one microbatch, and put its rows on the device."""
         self.pulse.beat(microbatch.step + 1, "forward", microbatch.index)
         self.seeds.at(microbatch.step, microbatch.index)
-        self.parallel.set_sync(reduce)
+        self.parallel.announce(reduce, microbatch.last)
         return to_device(microbatch.batch, self.mesh.device)
 
     def backward(self, sums: StepSums, microbatch: Microbatch, pairs: list[Pair], weights: Weights) -> None:
@@ -200,8 +238,11 @@ class Stepper:
                 "returned a sum that does not depend on the model's parameters.",
                 "Return it undetached.",
             )
+        self.gradients.at(microbatch.index)
         scaled = objective * self.scaler.scale if self.scaler.enabled else objective
         torch.autograd.backward(self.parallel.before_backward(scaled))
+        if self._buffers is not None:
+            self._buffers.take(microbatch.index)
 
     def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights, *, replay: bool = True) -> StepResult:
         """Combine the ranks' sums, decide together, clip, and update.
@@ -218,22 +259,25 @@ class Stepper:
         step = mine[0].step
         self.pulse.beat(step + 1, "optimizer")
         self.parallel.settle()
-        gradients = self.gradients()
-        self.idle = [name for name, p in self._parameters if p.grad is None]
-        seen = read(sums, gradients, weights, self.mesh.layout.dp_degree)
+        seen = read(sums, self.gradients, weights, self.mesh.layout.dp_degree)
+        self.idle = seen.gradients.idle
         count = divisor(seen.counts[0]) if weights == [None] else 1.0  # several pairs were divided before backward
-        scale = self.parallel.gradient_scale / count / self.scaler.scale
-        norm = seen.norm * scale
+        scale = self.gradients.factor / count / self.scaler.scale
+        norm = seen.gradients.norm * scale
         loss = math.fsum(total / divisor(n) for total, n in zip(seen.totals, seen.counts, strict=True))
         skipped = self._verdict(mine, seen, loss, norm, weights if replay else None)
         multiplier = lr_multiplier(self.rules.schedule, self.rules.steps, step)
         set_rate(self.optimizer, multiplier)
         if not skipped:
             require_counts(seen.counts, seen.weights)
-            self._update(step, gradients, scale * self._clipping(norm))
+            if self._buffers is not None:
+                total = -(-seen.samples // self.rules.batch.microbatch_size)  # fewer in the last step of an epoch
+                self._buffers.settle(total, self.mesh.layout.dp_degree)
+            self._tell_of_lost(step + 1, seen.gradients.lost)
+            self._update(step, scale * self._clipping(norm))
         elif self._before is not None:
             self._before.put_back()
-        self.drop_gradients()
+        self.gradients.drop()
         return StepResult(
             step + 1, loss, self.rules.lr * multiplier, norm, seen.counts[0], seen.samples, skipped, sums.ids
         )
@@ -253,9 +297,8 @@ class Stepper:
         limit = self.rules.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
 
-    def _update(self, step: int, gradients: list[torch.Tensor], factor: float) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+    def _update(self, step: int, factor: float) -> None:
+        self.gradients.scale(factor)
         self.seeds.at(step, -1)  # an optimizer that adds noise must add the same on every rank
         self.optimizer.step()
 
@@ -274,8 +317,3 @@ def take_step(stream: Iterator[Microbatch], batch: BatchPlan) -> list[Microbatch
             break
     assert mine and mine[-1].last, "the stream ended inside a step"
     return mine
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be distributed."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

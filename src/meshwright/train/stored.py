@@ -31,7 +31,7 @@ OPTIMIZER: Final = "optimizer.safetensors"
 SEAL: Final = "manifest_sha256"
 """Key of a manifest that holds the SHA-256 of all its other keys."""
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
@@ -198,7 +198,7 @@ def _header(path: Path, file: IO[bytes]) -> tuple[int, dict[str, tuple[str, str,
     for name, entry in json.loads(file.read(size)).items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
-            entries[name] = (_DTYPES[entry["dtype"]], ",".join(map(str, entry["shape"])), start, end)
+            entries[name] = (DTYPES[entry["dtype"]], ",".join(map(str, entry["shape"])), start, end)
     return 8 + size, entries
 
 

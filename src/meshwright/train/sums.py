@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import SpecError
+from meshwright.parallel.gradients import Facts, Gradients
 from meshwright.train.counts import Weights
 from meshwright.train.loader import Microbatch
 from meshwright.train.loss import Pair
@@ -24,7 +26,7 @@ class Seen:
         counts: count of each pair.
         samples: samples of the step.
         flags: for each microbatch of the step, how many of its losses are not finite.
-        norm: 2-norm of the gradients as they lie there.
+        gradients: what is known of the gradients as they lie there.
         weights: what each pair's sum was multiplied by before backward; None where it was not.
     """
 
@@ -32,7 +34,7 @@ class Seen:
     counts: list[float]
     samples: int
     flags: list[float]
-    norm: float
+    gradients: Facts
     weights: list[float | None]
 
 
@@ -63,13 +65,17 @@ class StepSums:
         self.ids += microbatch.ids.tolist()
 
     def vector(self) -> torch.Tensor:
-        """(2 pairs + 1 + microbatches + 1,) fp64: totals, counts, samples, flags; each may be summed over ranks."""
+        """(microbatches x (2 pairs + 1) + 1,) fp64, to be summed over ranks.
+
+        A row for each microbatch of the whole step: totals, counts, and how many of them are not finite. One rank has
+        the row, so the sum over ranks rounds nothing; the sum over rows is taken where it does not round twice.
+        """
         totals, counts = self._table(self.totals), self._table(self.counts)
-        not_finite = (~(totals + counts).isfinite()).sum(1, dtype=torch.float64)
-        flags = totals.new_zeros(self.num_microbatches + 1)
-        flags.index_add_(0, torch.tensor(self.indices, device=self.device), not_finite)
-        samples = totals.new_tensor([float(len(self.ids))])
-        return torch.cat([totals.sum(0), counts.sum(0), samples, flags])
+        not_finite = (~(totals + counts).isfinite()).sum(1, keepdim=True, dtype=torch.float64)
+        mine = torch.cat([totals, counts, not_finite], dim=1)
+        rows = mine.new_zeros(self.num_microbatches, mine.shape[1])
+        rows.index_add_(0, torch.tensor(self.indices, device=self.device), mine)
+        return torch.cat([rows.reshape(-1), rows.new_tensor([float(len(self.ids))])])
 
     def _table(self, rows: Sequence[Sequence[torch.Tensor | float]]) -> torch.Tensor:
         """(microbatches, pairs) fp64."""
@@ -77,28 +83,38 @@ class StepSums:
         return torch.stack(scalars).reshape(len(rows), self.pairs)
 
 
-def read(sums: StepSums, gradients: list[torch.Tensor], weights: Weights, dp_degree: int) -> Seen:
-    """All-reduce the sums, take the norm of the (already reduced) gradients, and read all at once; collective.
+def read(sums: StepSums, gradients: Gradients, weights: Weights, dp_degree: int) -> Seen:
+    """All-reduce the sums and what must be known of the gradients, and read all at once; collective.
 
     Args:
         sums: of this rank.
-        gradients: its parts of them.
+        gradients: after the last backward pass.
         weights: what the pairs were weighted by.
         dp_degree: data-parallel ranks.
     """
-    vector, n = sums.vector(), sums.pairs
+    own, theirs = sums.vector(), gradients.summed()
+    vector = torch.cat([own, theirs])
     if dp_degree > 1:
         dist.all_reduce(vector)
-    norm = torch.nn.utils.get_total_norm(gradients) if gradients else vector.new_zeros(())
-    known = [weight for weight in weights if weight is not None]
-    beside = [x.to(vector.device, torch.float64).reshape(1) for x in (norm, *known)]
-    values = torch.cat([vector, *beside]).tolist()
-    end = 2 * n + 2 + sums.num_microbatches
+    known = gradients.known()
+    weighed = [weight.to(vector.device).reshape(1) for weight in weights if weight is not None]
+    values = torch.cat([vector, known, *weighed]).tolist()
+    table, rest = values[: len(own)], values[len(own) :]
+    n, width = sums.pairs, 2 * sums.pairs + 1
+    columns = [table[i:-1:width] for i in range(width)]
     return Seen(
-        totals=values[:n],
-        counts=values[n : 2 * n],
-        samples=int(values[2 * n]),
-        flags=values[2 * n + 1 : end],
-        norm=values[end],
-        weights=values[end + 1 :] or [None],
+        totals=[added(column) for column in columns[:n]],
+        counts=[added(column) for column in columns[n : 2 * n]],
+        samples=int(table[-1]),
+        flags=columns[-1],
+        gradients=gradients.facts(rest[: len(theirs)], rest[len(theirs) : len(theirs) + len(known)]),
+        weights=rest[len(theirs) + len(known) :] or [None],
     )
+
+
+def added(numbers: list[float]) -> float:
+    """Their sum, rounded once, and so the same in any order."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # beyond fp64, or inf - inf; the step's verdict says so
+        return sum(numbers)

@@ -13,25 +13,28 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from meshwright.errors import DataError, SpecError
 from meshwright.models.anatomy import batch_norms, parameters_in_order
-from meshwright.models.build import adopt, build_model, build_seed
+from meshwright.models.build import adopt, begin_model, build_seed
+from meshwright.models.built import Built, fill_whole
+from meshwright.models.hf_config import hf_vocab_size
 from meshwright.models.resolve import call_build, resolve_callable
-from meshwright.parallel.apply import COMPUTE_DTYPES, apply
+from meshwright.parallel.apply import COMPUTE_DTYPES, Spread, apply
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import lr_factor, plan_batch
 from meshwright.spec.layout import resolve
+from meshwright.spec.optimizers import is_elementwise, may_fuse
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.sections import ClusterSection
-from meshwright.train.checkpoint import State
 from meshwright.train.corpus import load_corpus
 from meshwright.train.dataset import DatasetSource
 from meshwright.train.loader import Cut, Microbatch, Source, TokenSource
 from meshwright.train.loss import LossFunction, token_cross_entropy
-from meshwright.train.optimizer import OptimizerFactory, build_optimizer
+from meshwright.train.optimizer import OptimizerFactory, build_optimizer, require_trainable
 from meshwright.train.order import SampleOrder, Split
 from meshwright.train.replicas import require_equal_weights
 from meshwright.train.runnable import require_runnable
 from meshwright.train.scaler import LossScaler
+from meshwright.train.state import State
 from meshwright.train.step import Stepper, StepRules
 from meshwright.train.world import World
 
@@ -85,29 +88,43 @@ class Trainer:
             self.split, self.batch.global_batch_size, recipe.train.seed, recipe.data.shuffle, recipe.data.last_batch
         )
         _require_held_out(recipe, self.split)
-        self.model = _model(recipe, parts, vocab_size).to(world.device)
+        built = _model(recipe, parts, vocab_size)
+        # What is cut anyway gets its memory after the cut, and no rank holds it whole.
+        self._built = built if self.layout.dp_shard > 1 else fill_whole(built)
+        self.model = built.module if self._built.fill else built.module.to(world.device)
         self.model.train()
+        require_trainable(parameters_in_order(self.model))
         self.stepper = self._stepper(parts)
 
     def _stepper(self, parts: Parts) -> Stepper:
         recipe, world = self.recipe, self.world
-        require_equal_weights(self.model, world.world_size, "before the first step")
+        fill = self._built.fill
+        if fill is None:
+            require_equal_weights(self.model, world.world_size, "before the first step")
         seeds = MicrobatchSeeds(recipe.train.seed)
         seeds.attach(self.model)
         loss, compute = _loss(recipe, parts), recipe.precision.compute
         uses_all = recipe.model.name is not None and parts.model is None and loss is token_cross_entropy
-        parallel = apply(
-            self.model,
-            self.mesh,
+        spread = Spread(
             recompute=recipe.train.recompute,
             compute=compute,
             may_skip_parameters=not uses_all,
+            exact=recipe.train.reduction == "exact",
+            elementwise=parts.optimizer is None and is_elementwise(recipe.optimizer),
+            num_microbatches=self.batch.total_microbatches,
+            units=recipe.layout.units.split() if recipe.layout.units else None,
+            timeout_s=world.timeout_s,
+            fill=fill,
+            entered=world.pulse.enter,
         )
+        parallel = apply(self.model, self.mesh, spread)
+        if fill is not None:
+            require_equal_weights(self.model, world.world_size, "as they were read")
         # After `apply`: what cuts parameters replaces them, and an optimizer of the old ones would train nothing.
         self.optimizer = build_optimizer(
             recipe.optimizer,
-            parameters_in_order(self.model),
-            reduction=recipe.train.reduction,
+            [(leaf.name, leaf.leaf) for leaf in parallel.gradients.leaves],
+            fused=may_fuse(recipe.train),
             lr_factor=self.lr_scaling.factor,
             factory=parts.optimizer,
         )
@@ -118,7 +135,8 @@ class Trainer:
             steps=recipe.train.steps,
             max_grad_norm=recipe.optimizer.max_grad_norm,
             on_nonfinite=recipe.train.on_nonfinite,
-            sync=recipe.train.sync,
+            sync=recipe.train.sync or ("every" if self.layout.zero_stage >= 2 else "last"),
+            exact=recipe.train.reduction == "exact",
         )
         return Stepper(
             parallel=parallel,
@@ -134,7 +152,7 @@ class Trainer:
     @property
     def state(self) -> State:
         """What a checkpoint saves and loads."""
-        return State(self.model, self.optimizer)
+        return State(self.model, self.optimizer, self.stepper.gradients.leaves)
 
     def stream(self, first_step: int, end_step: int) -> Iterator[Microbatch]:
         """This rank's microbatches of the steps in range(first_step, end_step), loaded ahead."""
@@ -154,6 +172,8 @@ class Trainer:
             f"{_counted(batch.num_microbatches, 'microbatch', 'es')} x {batch.microbatch_size} samples "
             f"({self.layout.word})",
             self.lr_scaling.line,
+            *self._built.lines,
+            *self.stepper.parallel.notes,
         ]
         return [line for line in lines if line]
 
@@ -162,11 +182,12 @@ class Trainer:
         cluster = (
             [] if self.recipe.cluster == ClusterSection() else ["[cluster] is for planning; a run takes this machine"]
         )
+        told = [*cluster, *self._built.warnings]
         norms = batch_norms(self.model)
         if not norms or self.batch.total_microbatches == 1:
-            return cluster
+            return told
         return [
-            *cluster,
+            *told,
             f"{len(norms)} batch norm layers ({norms[0]}, ...) take their statistics from each microbatch of "
             f"{self.batch.microbatch_size} samples, not from the global batch of {self.batch.global_batch_size}; "
             "accumulation does not change that. Running statistics are averaged over ranks before they are used or "
@@ -182,7 +203,8 @@ def _source(recipe: Recipe, world: World, parts: Parts) -> tuple[Source, str, in
     """The rows, one phrase about them, and the tokenizer's vocabulary if there is one."""
     data, pin = recipe.data, world.device.type == "cuda"
     if parts.data is None and data.build is None:
-        corpus = load_corpus(data, recipe.model.vocab_size)
+        known = hf_vocab_size(recipe.model.hf) if recipe.model.hf and parts.model is None else recipe.model.vocab_size
+        corpus = load_corpus(data, known)
         return TokenSource(corpus, pin=pin), corpus.about, corpus.vocab_size
     dataset = parts.data
     if dataset is None:
@@ -203,10 +225,10 @@ def _require_held_out(recipe: Recipe, split: Split) -> None:
         )
 
 
-def _model(recipe: Recipe, parts: Parts, vocab_size: int | None) -> nn.Module:
+def _model(recipe: Recipe, parts: Parts, vocab_size: int | None) -> Built:
     dtype = COMPUTE_DTYPES["fp64" if recipe.precision.compute == "fp64" else "fp32"]
     if parts.model is None:
-        model = build_model(
+        built = begin_model(
             recipe.model, seq_len=recipe.data.seq_len, tokenizer_vocab=vocab_size, seed=recipe.train.seed, dtype=dtype
         )
     else:
@@ -214,11 +236,12 @@ def _model(recipe: Recipe, parts: Parts, vocab_size: int | None) -> nn.Module:
         if not isinstance(made, nn.Module):
             seed = build_seed(recipe.train.seed, "model.build")
             made = call_build(made, {}, spec=getattr(made, "__qualname__", repr(made)), key="model", seed=seed)
-        model = adopt(made, "the model", dtype)
-    return _require_bare(model)
+        built = Built(adopt(made, "the model", dtype))
+    _require_bare(built.module)
+    return built
 
 
-def _require_bare(model: nn.Module) -> nn.Module:
+def _require_bare(model: nn.Module) -> None:
     """Refuse a module that something else has spread already; take a compiled one apart by name later."""
     for kind, name in (
         (DistributedDataParallel, "DistributedDataParallel"),
@@ -232,7 +255,6 @@ def _require_bare(model: nn.Module) -> nn.Module:
                 f"is wrapped by {name} already.",
                 "Give the bare module: meshwright spreads it by [layout].",
             )
-    return model
 
 
 def _loss(recipe: Recipe, parts: Parts) -> LossFunction:

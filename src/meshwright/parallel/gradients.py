@@ -1,0 +1,136 @@
+"""The gradients of one step: from backward passes to what the optimizer is given.
+
+How they are summed over microbatches and ranks differs between layouts and modes; a step does not see how.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from meshwright.parallel.leaves import Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the ranks find out together about a step's gradients; the same on every rank.
+
+    Attributes:
+        norm: global 2-norm, before `Gradients.factor`.
+        idle: names of trainable parameters that no microbatch of any rank gave a gradient.
+        bad_microbatch: the first whose own gradient is not finite; None if none is, or nobody looked.
+        lost: by parameter, how many elements of one microbatch's gradient count as zero though they are not.
+    """
+
+    norm: float
+    idle: list[str] = field(default_factory=list)
+    bad_microbatch: int | None = None
+    lost: dict[str, int] = field(default_factory=dict)
+
+
+class Gradients(ABC):
+    """Gradients of the trainable parameters on this rank.
+
+    A step calls `begin`; `at` before each backward pass; after the last, `retry`, `summed` and `known`, whose numbers
+    travel with the step's own, `facts`, and then `scale` before the optimizer or `drop` instead of it.
+
+    Attributes:
+        leaves: what the optimizer trains.
+        factor: the sum over all ranks is this times what `scale` scales.
+        replays_reduced: to be asked `finite` of a backward pass, it is run with its reduction.
+    """
+
+    replays_reduced: bool = False
+
+    def __init__(self, leaves: Sequence[Leaf], factor: float) -> None:
+        self.leaves, self.factor = leaves, factor
+
+    def begin(self) -> None:
+        """Whatever gradients lie about are not this step's."""
+        self.drop()
+
+    def at(self, index: int) -> None:  # noqa: B027 -- most need not know
+        """The next backward pass is of this microbatch of the step."""
+
+    def retry(self) -> str:
+        """Why the step must be computed again; empty if not. Collective."""
+        return ""
+
+    @abstractmethod
+    def summed(self) -> torch.Tensor:
+        """(k,) fp64 numbers that the step sums over all ranks."""
+
+    @abstractmethod
+    def known(self) -> torch.Tensor:
+        """(k,) fp64 numbers that are the same on all ranks."""
+
+    @abstractmethod
+    def facts(self, summed: Sequence[float], known: Sequence[float]) -> Facts:
+        """What those numbers say, once they have been summed and read."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Give each leaf its gradient times `factor`; one without any gradient None, which optimizers pass by."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget all gradients."""
+
+    def state(self) -> dict[str, int]:
+        """What the next step needs to know of this one, by parameter; a checkpoint keeps it."""
+        return {}
+
+    def load(self, state: dict[str, int]) -> None:  # noqa: B027 -- most know nothing
+        """Put back what `state` gave."""
+
+    def watch(self) -> None:  # noqa: B027 -- where gradients are kept, nothing need be prepared
+        """From now on `finite` will be asked."""
+
+    @abstractmethod
+    def finite(self) -> bool:
+        """Since `drop`, was every gradient of this rank's own microbatches finite?"""
+
+
+@final
+class Replicated(Gradients):
+    """Gradients lie whole in the parameters, summed over the ranks by DDP, or of one process."""
+
+    def summed(self) -> torch.Tensor:
+        """Nothing: every rank has all gradients."""
+        return torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def known(self) -> torch.Tensor:
+        """(1,) the norm."""
+        gradients = self._gradients()
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        return norm.to(self._device, torch.float64).reshape(1)
+
+    def facts(self, summed: Sequence[float], known: Sequence[float]) -> Facts:
+        """The norm, and who is idle, which DDP leaves without a gradient on every rank."""
+        return Facts(known[0], [leaf.name for leaf in self.leaves if leaf.leaf.grad is None])
+
+    def scale(self, factor: float) -> None:
+        """Scale in place."""
+        gradients = self._gradients()
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def drop(self) -> None:
+        """Forget them; also of parameters that the optimizer does not know."""
+        for leaf in self.leaves:
+            leaf.parameter.grad = None
+
+    def finite(self) -> bool:
+        """Of the gradients as they lie, which no other rank's have been added to: replays are not reduced."""
+        return all(bool(gradient.isfinite().all()) for gradient in self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [leaf.leaf.grad for leaf in self.leaves if leaf.leaf.grad is not None]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.leaves[0].leaf.device
