@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contracts matrix chaos bench docs clean
+.PHONY: help setup demo test lint types contracts matrix chaos bench exactcost docs clean
 
 help:  ## print the verbs
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,8 +40,11 @@ matrix: setup  ## the big matrices, whole; writes docs/matrix.md
 chaos: setup  ## kill and stop ranks at many moments
 	$(RUN) -m pytest -q -m chaos
 
-bench: setup  ## meshwright beside a hand-written loop, as ratios
+bench: setup  ## meshwright beside hand-written DDP and FSDP2 loops, as ratios
 	$(RUN) bench/compare.py
+
+exactcost: setup  ## exact mode beside fast mode on 8 layouts: CPU, bytes sent, memory
+	$(RUN) bench/exact_cost.py
 
 docs: setup  ## write docs/recipe.md from the code
 	$(RUN) -m meshwright.spec.document > docs/recipe.md

@@ -1,12 +1,15 @@
 """The training of recipe.toml as one would write it by hand: the other side of `make bench`.
 
-    torchrun --nproc-per-node 2 bench/hand_loop.py bench/recipe.toml OUT     the usual way
-    python bench/hand_loop.py bench/recipe.toml OUT                          one process
-    python bench/hand_loop.py bench/recipe.toml OUT --fork 2                 one import of torch for all ranks
+    torchrun --nproc-per-node 2 bench/hand_loop.py bench/recipe.toml OUT --layout ddp2     the usual way
+    python bench/hand_loop.py bench/recipe.toml OUT                                       one process
+    python bench/hand_loop.py bench/recipe.toml OUT --layout zero3x2 --fork               one import of torch for all
 
-What is by hand: reading the data, DDP, accumulation, the weighted loss, clipping, the schedule, the log, saving. What
-comes from meshwright, so that both sides train the same thing: the model with its initial weights, and `permute`, the
-shuffling function, here called once before the loop, as one calls `torch.randperm`.
+What is by hand: reading the data, DDP and FSDP2, accumulation, the weighted loss, clipping, the schedule, the log,
+saving. What comes from meshwright, so that both sides train the same thing: the model with its initial weights, the
+layout's word, and `permute`, the shuffling function, here called once before the loop, as one calls `torch.randperm`.
+
+ZeRO is FSDP2's `fully_shard` on each block and on the root, with the flags that make each stage (hand_fsdp.py). AdamW
+is the fused one everywhere: on DTensors it takes half the time of foreach.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import sysconfig
 import time
 import tomllib
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.models.build import build_reference
+from meshwright.spec.layout import Layout, parse_layout
 from meshwright.spec.shape import DecoderShape
 from meshwright.train.order import permute
 
@@ -66,8 +70,27 @@ def rate(step: int, steps: int, warmup: int, peak: float) -> float:
     return peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
 
 
-def train(recipe: dict[str, Any], out: Path) -> None:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def wrap(bare: torch.nn.Module, layout: Layout) -> torch.nn.Module:
+    if layout.dp_shard > 1:
+        from hand_fsdp import cut  # one that trains without it does not pay for its imports
+
+        return cut(bare, layout)
+    return DistributedDataParallel(bare, gradient_as_bucket_view=True) if layout.world_size > 1 else bare
+
+
+def microbatch(model: torch.nn.Module, layout: Layout, last: bool) -> AbstractContextManager[None]:
+    """Around the forward and backward pass of a microbatch: may its backward pass leave out what the last one does?"""
+    if layout.dp_shard > 1:
+        from hand_fsdp import announce
+
+        announce(model, layout, last)
+    elif isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def train(recipe: dict[str, Any], out: Path, layout: Layout) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), layout.world_size
     if world > 1:
         dist.init_process_group("gloo")
     seq_len, steps, seed = recipe["data"]["seq_len"], recipe["train"]["steps"], recipe["train"].get("seed", 0)
@@ -83,8 +106,8 @@ def train(recipe: dict[str, Any], out: Path) -> None:
     window = np.arange(seq_len + 1)
 
     bare = build_model(recipe, seed)
+    model = wrap(bare, layout)
     parameters = list(bare.parameters())
-    model = DistributedDataParallel(bare, gradient_as_bucket_view=True) if world > 1 else bare
     optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=recipe["optimizer"]["weight_decay"], fused=True)
     log = (out / "metrics.jsonl").open("w", buffering=1) if rank == 0 else None
     tokens, began = 0, time.perf_counter()
@@ -96,12 +119,12 @@ def train(recipe: dict[str, Any], out: Path) -> None:
             dist.all_reduce(count)
         total = torch.zeros(())
         for i, x in enumerate(picked):
-            with model.no_sync() if world > 1 and i < accumulation - 1 else nullcontext():
+            with microbatch(model, layout, last=i == accumulation - 1):
                 logits = model(x[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
-                (loss * (world / count)).backward()  # DDP divides by world
+                (loss * (world / count)).backward()  # DDP and FSDP divide by world
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe["optimizer"]["max_grad_norm"])
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, recipe["optimizer"]["max_grad_norm"])
         lr = rate(step, steps, warmup, peak)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -109,21 +132,40 @@ def train(recipe: dict[str, Any], out: Path) -> None:
         optimizer.zero_grad()
         if world > 1:
             dist.all_reduce(total)
+        norm = norm.full_tensor() if layout.dp_shard > 1 else norm
         tokens += int(count)
         if log is not None:
             now = time.perf_counter()
             row = {"step": step + 1, "loss": (total / count).item(), "lr": lr, "grad_norm": norm.item()}
             log.write(json.dumps(row | {"tokens": tokens, "seconds": now - began}) + "\n")
 
-    if rank == 0:
+    if layout.dp_shard > 1:
+        from hand_fsdp import save
+
+        save(bare, optimizer, out / "last")
+    elif rank == 0:
         torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, out / "last.pt")
     if world > 1:
         dist.destroy_process_group()
 
 
-def forked(rank: int, world: int, recipe: dict[str, Any], out: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    train(recipe, out)
+def forked(rank: int, recipe: dict[str, Any], out: Path, layout: Layout) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size))
+    train(recipe, out, layout)
+
+
+def fork(recipe: dict[str, Any], out: Path, layout: Layout) -> None:
+    import socket
+
+    import torch.multiprocessing as mp
+
+    if layout.dp_shard > 1:
+        import hand_fsdp  # noqa: F401 -- once, before the ranks are forked
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    mp.start_processes(forked, (recipe, out, layout), layout.world_size, start_method="fork")
 
 
 if __name__ == "__main__":
@@ -131,19 +173,10 @@ if __name__ == "__main__":
     parser.add_argument("recipe", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
-    parser.add_argument("--fork", type=int, default=0, metavar="N", help="fork N ranks instead of using torchrun")
+    parser.add_argument("--layout", type=parse_layout, default=Layout(), help="ddp2, zero3x2, ... (default: single)")
+    parser.add_argument("--fork", action="store_true", help="fork the ranks instead of being started by torchrun")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     described = tomllib.loads(options.recipe.read_text())
     described["train"]["steps"] = options.steps or described["train"]["steps"]
-    if options.fork:
-        import socket
-
-        import torch.multiprocessing as mp
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-        mp.start_processes(forked, (options.fork, described, options.out), options.fork, start_method="fork")
-    else:
-        train(described, options.out)
+    (fork if options.fork else train)(described, options.out, options.layout)
