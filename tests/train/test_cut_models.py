@@ -12,7 +12,12 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import SpecError
-from train.parity import largest_distances, train
+from meshwright.models.anatomy import tied_groups
+from meshwright.parallel.leaves import local
+from meshwright.spec.load import from_table
+from meshwright.train.state import digest_of
+from meshwright.train.trainer import Trainer
+from train.parity import largest_distances, recipe_table, train
 from train.small import CLASSES, SLOTS, WIDTH, cross_entropy, small_table
 
 Batch = Mapping[str, torch.Tensor]
@@ -234,3 +239,22 @@ class Scalar(Layered):
 def test_a_scalar_parameter_is_refused_with_what_works(run_ranks) -> None:
     with pytest.raises(SpecError, match=r"temperature: is a scalar.*shape \(1,\), or train with ddp"):
         run_ranks(3, train, table_of("Scalar", 2))
+
+
+def sizes(world: Any, table: dict[str, Any]) -> tuple[str, int, list[list[str]]]:
+    """Digest of the weights before the first step, the largest tensor that this rank keeps, and what is tied."""
+    trainer = Trainer(from_table(table), world)
+    kept = max(local(parameter).numel() for parameter in trainer.model.parameters())
+    return digest_of(trainer.state.weights(), True), kept, tied_groups(trainer.model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reference_model_gets_memory_for_its_parts_alone(run_ranks, tied: bool) -> None:
+    """Drawn tensor by tensor on every rank, which keeps its rows; a tied head stays tied, and the weights are one's."""
+    table = recipe_table("llama", "fp32", "adamw", 5)
+    table["model"] = table["model"] | {"tied_embeddings": tied}
+    (single,) = run_ranks(1, sizes, table)
+    for stage in (1, 3):
+        for found in run_ranks(3, sizes, table | {"layout": {"dp_shard": 3, "zero_stage": stage}}):
+            assert found[0] == single[0] and found[2] == single[2] and bool(found[2]) is tied
+            assert found[1] <= -(-single[1] // 3) + 36  # a row more or less

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from meshwright.errors import SpecError
+from meshwright.models.anatomy import parameters_in_order
 from meshwright.models.built import Built, cast_masters, fill_whole
 from meshwright.models.gpt2 import Gpt2
 from meshwright.models.hf import build_hf
-from meshwright.models.init import initialise
+from meshwright.models.init import initial_value
 from meshwright.models.llama import Llama
 from meshwright.models.resolve import call_build, resolve_callable
 from meshwright.spec.sections import ModelSection
@@ -49,17 +50,24 @@ def begin_model(
         return build_hf(section.hf, seq_len=seq_len, tokenizer_vocab=tokenizer_vocab, seed=own, dtype=dtype)
     if section.build is not None:
         return Built(build_own(section.build, dict(section.arguments), seed, dtype))
-    return Built(build_reference(resolve_shape(section, seq_len, tokenizer_vocab), seed, dtype))
+    return _begin_reference(resolve_shape(section, seq_len, tokenizer_vocab), seed, dtype)
 
 
 def build_reference(shape: DecoderShape, seed: int, dtype: torch.dtype = torch.float32) -> Gpt2 | Llama:
     """Build a reference model with initial weights that depend on (seed, parameter name) only."""
+    return cast(Gpt2 | Llama, fill_whole(_begin_reference(shape, seed, dtype)).module)
+
+
+def _begin_reference(shape: DecoderShape, seed: int, dtype: torch.dtype) -> Built:
     with torch.device("meta"):  # no memory and no default initialisation
         model = Gpt2(shape) if shape.name == "gpt2" else Llama(shape)
-    model.to(dtype).to_empty(device="cpu")
-    model.tie()
-    initialise(model, seed)
-    return model
+    model.to(dtype)
+    shapes = {name: parameter.shape for name, parameter in parameters_in_order(model)}
+
+    def fill(name: str, part: torch.Tensor, rows: slice) -> None:
+        part.copy_(initial_value(name, shapes[name], seed, shape.n_layers)[rows])
+
+    return Built(model, fill)
 
 
 def build_own(spec: str, arguments: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,27 +10,17 @@ import hashlib
 import torch
 from torch import Tensor
 
-from meshwright.models.anatomy import parameters_in_order
-from meshwright.models.gpt2 import Gpt2
-from meshwright.models.llama import Llama
-
 STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.out.weight", "feed_forward.down.weight")
 """The matrices whose result is added to the residual stream, 2 n_layers of them."""
 
 
-@torch.no_grad()
-def initialise(model: Gpt2 | Llama, seed: int) -> None:
-    """Overwrite every parameter with its initial value for `seed`. A tied weight is drawn once, for its first name."""
-    for name, parameter in parameters_in_order(model):
-        parameter.copy_(initial_value(name, parameter.shape, seed, model.shape.n_layers))
-
-
 def initial_value(name: str, shape: torch.Size, seed: int, n_layers: int) -> Tensor:
     """What a parameter starts as: an fp32 tensor on the CPU, so that fp32 and fp64 models start from equal values.
 
-    Norms are 1, biases 0, and the rest normal with a standard deviation of 0.02. The 2 n_layers branches that are added
-    to the residual stream end in one of 0.02 / sqrt(2 n_layers), so that their sum does not grow with the depth.
+    A tied one goes by the first of its names. Norms are 1, biases 0, and the rest normal with a standard deviation of
+    0.02. The 2 n_layers branches that are added to the residual stream end in one of 0.02 / sqrt(2 n_layers), so that
+    their sum does not grow with the depth.
     """
     if name.endswith(".bias"):
         return torch.zeros(shape)

@@ -89,9 +89,10 @@ class Trainer:
         )
         _require_held_out(recipe, self.split)
         built = _model(recipe, parts, vocab_size)
-        # What is cut anyway gets its memory after the cut, and no rank holds it whole.
-        self._built = built if self.layout.dp_shard > 1 else fill_whole(built)
-        self.model = built.module if self._built.fill else built.module.to(world.device)
+        # What is cut gets its memory after the cut, or is moved to the device by FSDP, unit by unit: no device has all.
+        cuts = self.layout.dp_shard > 1
+        self._built = built if cuts else fill_whole(built)
+        self.model = built.module if cuts else built.module.to(world.device)
         self.model.train()
         require_trainable(parameters_in_order(self.model))
         self.stepper = self._stepper(parts)
@@ -119,7 +120,7 @@ class Trainer:
         )
         parallel = apply(self.model, self.mesh, spread)
         if fill is not None:
-            require_equal_weights(self.model, world.world_size, "as they were read")
+            require_equal_weights(self.model, world.world_size, "before the first step")
         # After `apply`: what cuts parameters replaces them, and an optimizer of the old ones would train nothing.
         self.optimizer = build_optimizer(
             recipe.optimizer,
