@@ -152,7 +152,7 @@ MODELS = ("InPlace", "Checkpointed", "Tuples", "Objects", "DeadEnd", "Thrice", "
 
 
 def table_of(model: str, stage: int, reduction: str = "fast", **changes: Any) -> dict[str, Any]:
-    layout = {"dp_shard": 3, "zero_stage": stage} if stage else {}
+    layout = {"dp_shard": 2, "zero_stage": stage} if stage else {}
     table = small_table(3, model={"build": f"test_cut_models:{model}"}, layout=layout, **changes)
     return table | {"train": table["train"] | {"reduction": reduction}}
 
@@ -161,18 +161,18 @@ def table_of(model: str, stage: int, reduction: str = "fast", **changes: Any) ->
 def test_a_cut_model_trains_as_in_one_process(run_ranks, model: str) -> None:
     (single,) = run_ranks(1, train, table_of(model, 0))
     for stage in (1, 3):
-        for record in run_ranks(3, train, table_of(model, stage)):
+        for record in run_ranks(2, train, table_of(model, stage)):
             far = largest_distances(record, single)
             assert all(x <= BOUND for x in far.values()), (stage, far)
     (single,) = run_ranks(1, train, table_of(model, 0, "exact"))
-    for record in run_ranks(3, train, table_of(model, 2, "exact")):
+    for record in run_ranks(2, train, table_of(model, 2, "exact")):
         assert (record.losses, record.norms) == (single.losses, single.norms)
         assert all(torch.equal(record.weights[name], tensor) for name, tensor in single.weights.items())
 
 
 def test_the_order_of_calls_may_change_as_long_as_it_does_on_all_ranks(run_ranks) -> None:
     """The order of each rank's k-th call is that of the others' k-th."""
-    records = run_ranks(3, train, table_of("Backwards", 3))
+    records = run_ranks(2, train, table_of("Backwards", 3))
     assert all(record.losses == records[0].losses for record in records)
 
 
@@ -187,7 +187,7 @@ class Normed(Layered):
 def test_batch_norms_stay_in_fp32_under_bf16(run_ranks, stage: int) -> None:
     data = {"data": {"dtype": "float32"}, "precision": {"compute": "bf16"}}
     (single,) = run_ranks(1, train, table_of("Normed", 0, **data))
-    for record in run_ranks(3, train, table_of("Normed", stage, **data)):
+    for record in run_ranks(2, train, table_of("Normed", stage, **data)):
         far = largest_distances(record, single)
         # weights that differ by an fp32 rounding may be cast to bf16 numbers 2**-8 apart
         assert far["loss"] < 1e-2 and far["gradient"] < 5e-2, far
@@ -208,7 +208,7 @@ def alone(model: nn.Module, batch: Batch) -> Any:
 @pytest.mark.parametrize("name", ["outside", "alone"])
 def test_a_loss_that_uses_a_units_parameters_outside_of_it_is_refused(run_ranks, name: str) -> None:
     with pytest.raises(SpecError, match=r"uses a parameter outside the forward pass of the module.* layout.units"):
-        run_ranks(3, train, table_of("Layered", 3, loss={"build": f"test_cut_models:{name}"}))
+        run_ranks(2, train, table_of("Layered", 3, loss={"build": f"test_cut_models:{name}"}))
 
 
 class Greedy(nn.Linear):
@@ -227,7 +227,7 @@ class GreedyBlocks(Layered):
 def test_a_block_that_changes_its_input_in_place_is_refused_with_what_works(run_ranks) -> None:
     """FSDP itself hands on its inputs as views, which autograd does not let anyone change."""
     with pytest.raises(SpecError, match=r"a unit of ZeRO: changes its input in place.*x = x \+ "):
-        run_ranks(3, train, table_of("GreedyBlocks", 3))
+        run_ranks(2, train, table_of("GreedyBlocks", 3))
 
 
 class Scalar(Layered):
@@ -238,7 +238,7 @@ class Scalar(Layered):
 
 def test_a_scalar_parameter_is_refused_with_what_works(run_ranks) -> None:
     with pytest.raises(SpecError, match=r"temperature: is a scalar.*shape \(1,\), or train with ddp"):
-        run_ranks(3, train, table_of("Scalar", 2))
+        run_ranks(2, train, table_of("Scalar", 2))
 
 
 def sizes(world: Any, table: dict[str, Any]) -> tuple[str, int, list[list[str]]]:

@@ -19,8 +19,8 @@ FP32_BOUND = {
 }
 
 CASES = [(model, compute, optimizer) for model in MODELS for compute in ("fp64", "fp32") for optimizer in OPTIMIZERS]
-SAMPLE = [("llama", "fp64", "adamw"), ("gpt2", "fp64", "sgd"), ("llama", "fp32", "sgd"), ("gpt2", "fp32", "adamw")]
-"""Each pair of values stands in one of them; `make matrix` runs all."""
+SAMPLE = [("llama", "fp64", "adamw"), ("gpt2", "fp32", "sgd")]
+"""Each value stands in one of them; `make matrix` runs all, and test_matrix.py has each pair over fewer steps."""
 
 
 @pytest.mark.parametrize(
