@@ -43,7 +43,9 @@ def together(*ranks: list[float]) -> list[float]:
 @pytest.mark.parametrize("names", ["", "a", "abc", "cabbac", "abcCBA"])
 def test_ranks_that_call_alike_go_on(names: str) -> None:
     for ranks in (1, 2, 3, 64):
-        Rank().calls.require_same(together(*[Rank().numbers(names) for _ in range(ranks)]), ranks)
+        total, squares = summed = together(*[Rank().numbers(names) for _ in range(ranks)])
+        assert total * total == ranks * squares
+        Rank().calls.require_same(summed, ranks)
 
 
 @pytest.mark.parametrize(
