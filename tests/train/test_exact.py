@@ -23,7 +23,7 @@ from meshwright.train.trainer import Trainer
 from train.matrix import table_of
 from train.parity import distance, gradients_of, largest_distances, recipe_table, train
 from train.runs import run_in
-from train.small import CLASSES, WIDTH, Points, small_table
+from train.small import CLASSES, WIDTH, Points, small_table, whole_run
 
 LAYOUTS = ("single", "ddp2", "zero1x2", "zero2x3", "hsdp2x2")
 
@@ -212,6 +212,16 @@ def test_a_gradient_that_overflows_fp32_is_refused(run_ranks) -> None:
     found = on_all(run_ranks, "Plain", 9, ("single", "zero3x2"), data={"step": 6, "factor": 3e38})
     steps, error, *_ = found["same"]
     assert "step 7: the " in error and "is not finite" in error and len(steps) == 6
+
+
+def test_validating_in_between_leaves_the_sums_exact(run_ranks) -> None:
+    """A pass without gradients turns FSDP's switches; the next microbatches must find them as before."""
+    digests = {}
+    for layout in ("single", "zero2x2", "zero3x3"):
+        table = attacked("Plain", layout, 4, validation={"fraction": 0.1, "every_steps": 1})
+        ranks = run_ranks(parse_layout(layout).world_size, whole_run, table)
+        digests[layout] = {(summary["weights_sha256"], summary["validation_loss"]) for *_, summary in ranks}
+    assert digests["single"] == digests["zero2x2"] == digests["zero3x3"]
 
 
 ELEMENTWISE = [name for name, known in OPTIMIZERS.items() if known.elementwise]
