@@ -39,7 +39,7 @@ class Leaf:
         """Optimizer state of the leaf in the shape of this rank's part; a scalar as it is."""
         here = local(self.parameter)
         state = local(state)
-        if state.ndim == 0 or state.shape == here.shape or state.numel() != local(self.leaf).numel():
+        if state.ndim == 0 or state.shape == here.shape or state.shape != local(self.leaf).shape:
             return state
         return state.reshape(-1)[: here.numel()].view(here.shape)
 
