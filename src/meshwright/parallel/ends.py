@@ -128,8 +128,8 @@ class Ends:
 
     def before_backward(self, objective: torch.Tensor) -> torch.Tensor:
         """What backward shall start from: so that what is still open is filled before FSDP ends the pass."""
-        objective = objective.clone()  # its hook runs before those that FSDP has on the tensor itself
         if self._units:
+            objective = objective.clone()  # its hook runs before those that FSDP has on the tensor itself
             objective.register_hook(self._queue)  # type: ignore[no-untyped-call]
         return objective
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.gradients import Facts, Gradients
-from meshwright.parallel.grid import LARGEST, Grid
+from meshwright.parallel.grid import LARGEST, LEAST_EXPONENT, Grid
 from meshwright.parallel.leaves import Leaf, local, padded_gradient
 from meshwright.parallel.taps import Taps
 
@@ -169,7 +169,7 @@ class ExactGradients(Gradients):
     @property
     def _scale(self) -> float:
         """A power of two above the largest gradient: dividing by it rounds nothing."""
-        return math.ldexp(1.0, max(math.frexp(self._top)[1], -960))  # its inverse is finite too
+        return math.ldexp(1.0, max(math.frexp(self._top)[1], LEAST_EXPONENT))  # its inverse is finite too
 
     def known(self) -> torch.Tensor:
         """Nothing more."""
@@ -210,9 +210,8 @@ class ExactGradients(Gradients):
 
     def drop(self) -> None:
         """Forget all gradients."""
+        super().drop()
         self._finals = []
-        for leaf in self.leaves:
-            leaf.parameter.grad = leaf.leaf.grad = None
 
 
 def _square_limbs(gradient: torch.Tensor, scale: float) -> torch.Tensor:

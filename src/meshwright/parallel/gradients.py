@@ -76,9 +76,10 @@ class Gradients(ABC):
     def scale(self, factor: float) -> None:
         """Give each leaf its gradient times `factor`; one without any gradient None, which optimizers pass by."""
 
-    @abstractmethod
     def drop(self) -> None:
         """Forget all gradients."""
+        for leaf in self.leaves:
+            leaf.parameter.grad = leaf.leaf.grad = None
 
     def state(self) -> dict[str, int]:
         """What the next step needs to know of this one, by parameter; a checkpoint keeps it."""
@@ -118,11 +119,6 @@ class Replicated(Gradients):
         gradients = self._gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def drop(self) -> None:
-        """Forget them; also of parameters that the optimizer does not know."""
-        for leaf in self.leaves:
-            leaf.parameter.grad = None
 
     def finite(self) -> bool:
         """Of the gradients as they lie, which no other rank's have been added to: replays are not reduced."""

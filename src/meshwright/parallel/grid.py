@@ -30,7 +30,7 @@ _ROUNDS_BELOW: Final = 51
 LARGEST: Final = 2.0**960
 """Gradients beyond are as good as infinite: their sums, and what rounds them, would leave the range of fp64."""
 
-_LEAST_EXPONENT: Final = -960
+LEAST_EXPONENT: Final = -960
 """Gradients below all share one grid, whose unit fp64 can still hold."""
 
 MOST_MICROBATCHES: Final = 1 << 16
@@ -111,4 +111,4 @@ class Grid:
 
 def _exponent(peak: float) -> int:
     """e, with 2**(e-1) <= peak < 2**e, but not less than all can have."""
-    return max(math.frexp(peak)[1], _LEAST_EXPONENT)
+    return max(math.frexp(peak)[1], LEAST_EXPONENT)

@@ -97,9 +97,8 @@ class ShardGradients(Gradients):
 
     def drop(self) -> None:
         """Forget all gradients."""
+        super().drop()
         self._unsound = []
-        for leaf in self.leaves:
-            leaf.parameter.grad = leaf.leaf.grad = None
 
     def _gradients(self) -> list[torch.Tensor]:
         return [local(x.parameter.grad) for x in self.leaves if x.parameter.grad is not None]
