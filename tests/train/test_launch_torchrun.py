@@ -73,7 +73,11 @@ def test_a_run_that_works():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["kill", "0"], f"rank 0 was killed by SIGKILL {AFTER}"),
+        # The kernel tells the signal only until torchrun has taken note of the death, which may come first.
+        (
+            ["kill", "0"],
+            (f"rank 0 was killed by SIGKILL {AFTER}", f"rank 0 died {AFTER}: it left no word, so something"),
+        ),
         pytest.param(
             ["raise", "1"], f"rank 1 raised ValueError: a bad row; {AFTER}, at launched.py:", marks=pytest.mark.chaos
         ),
@@ -99,7 +103,7 @@ def test_one_rank_says_who_failed(words, says):
     code, _, err = on_one_node(*words)
     assert code == 1, "torchrun's own"
     (line,) = own_lines(err)
-    assert says in line
+    assert any(said in line for said in ((says,) if isinstance(says, str) else says))
     assert "Connection closed" not in err
     assert time.monotonic() - start < 30, "torchrun waits 30 s for ranks that do not take its SIGTERM"
 
@@ -116,7 +120,7 @@ def test_a_rank_is_killed_on_the_other_node():
     codes, _, err = on_two_nodes("kill", "1", backend="static")
     assert codes == [1, 1]
     (line,) = own_lines(err)
-    assert line.startswith("error: rank 1 was killed by SIGKILL") or line.startswith(f"error: rank 1 died {AFTER}")
+    assert line.startswith((f"error: rank 1 was killed by SIGKILL {AFTER}", f"error: rank 1 died {AFTER}"))
 
 
 @pytest.mark.chaos
