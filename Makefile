@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contracts matrix chaos bench exactcost docs clean
+.PHONY: help setup demo test lint types contracts matrix chaos bench exactcost validate docs clean
 
 help:  ## print the verbs
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready  ## make .venv with the tested builds
 
-demo: setup  ## train on 2 processes, resume on 1, generate text, exact mode on 3 layouts (about 3 minutes)
+demo: setup  ## plan, train on 2 processes, resume on 1, generate text, exact mode on 3 layouts (about 3 minutes)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
 test: setup  ## run the tests (a sample of the big matrices)
@@ -45,6 +45,9 @@ bench: setup  ## meshwright beside hand-written DDP and FSDP2 loops, as ratios
 
 exactcost: setup  ## exact mode beside fast mode on 8 layouts: CPU, bytes sent, memory
 	$(RUN) bench/exact_cost.py
+
+validate: setup  ## the memory model beside published measurements: errors by source, verdicts, goals
+	$(RUN) bench/validate.py
 
 docs: setup  ## write docs/recipe.md from the code
 	$(RUN) -m meshwright.spec.document > docs/recipe.md

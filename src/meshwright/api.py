@@ -27,6 +27,7 @@ from meshwright.errors import SpecError
 from meshwright.spec.load import from_table
 from meshwright.train import stored
 from meshwright.train.buffers import KeptBuffers
+from meshwright.train.foresight import Foresight
 from meshwright.train.launch import launch
 from meshwright.train.loader import Batch, Microbatch
 from meshwright.train.loss import LossFunction, Pair, described, is_pair
@@ -94,9 +95,17 @@ def setup(
     parts = Parts(model=model, data=data, loss=loss, optimizer=factory, collate=collate)
     with ExitStack() as stack:  # a setup that is refused leaves the world again
         world = stack.enter_context(join_world(recipe.train.timeout_s))
-        inner = begin_run(recipe, folder, resume=resume, world=world, parts=parts, progress=progress)
+        inner = begin_run(
+            recipe, folder, resume=resume, world=world, parts=parts, progress=progress, foresight=_foresight()
+        )
         stack.callback(inner.close)
         return Run(inner, leave=stack.pop_all())
+
+
+def _foresight() -> Foresight:
+    from meshwright.plan.forecast import forecast  # numpy columns: only a run needs them
+
+    return Foresight(forecast=forecast)
 
 
 def _steps_before(folder: Path | None, resume: bool) -> int:
@@ -288,7 +297,7 @@ class Step:
                 "with train.reduction exact, where a step whose gradients do not fit the grid is computed again.",
                 "Nearest: step.train(), with the loss function in setup().",
             )
-        self._began, self._sums = time.perf_counter(), stepper.begin()
+        self._began, self._sums = time.perf_counter(), stepper.begin(self.number - 1)
         self._mine = take_step(self._stream, stepper.rules.batch)
         for microbatch in self._mine:
             batch = stepper.prepare(microbatch, reduce=stepper.reduces(microbatch))

@@ -23,8 +23,9 @@ def wait_for_first_of_node() -> None:
     The launcher ends all ranks once one has ended. So the others stay until they are told to go: were they to leave at
     once, the first might be ended before it spoke. One that nobody ends alone has the error, and goes on to say it.
     """
-    # A launcher that gives no LOCAL_RANK has one node, as train/environ.py reads it too.
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+    # A launcher that gives no LOCAL_RANK has one node, as train/environ.py reads it too. What is no number is nobody's.
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if rank.isdecimal() and int(rank) > 0:
         with suppress(KeyboardInterrupt):
             time.sleep(_PATIENCE_S)
 

@@ -116,7 +116,7 @@ def test_training_goes_on_when_the_reader_of_its_lines_has_left(tmp_path) -> Non
     lay_out(tmp_path, {})
     done = run_shell("meshwright train r.toml --run-dir run --nproc 2 | head -1", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("model: Linear")
+    assert done.stdout.startswith("planned: ddp2")
     assert summary_of(tmp_path / "run")["status"] == "done" and len(rows(tmp_path / "run")) == 3
 
 
@@ -127,7 +127,7 @@ def test_rank_0_alone_speaks_and_says_a_warning_once(meshwright, tmp_path) -> No
         "train", "r.toml", "--run-dir", "run", "--nproc", "3", "--set", "loss.build=other:mean", cwd=tmp_path
     )
     assert result.code == 0
-    assert len(result.out.splitlines()) == len(set(result.out.splitlines())) == 6
+    assert len(result.out.splitlines()) == len(set(result.out.splitlines())) == 7
     assert result.err.count("It is taken for a mean over the rows") == 1
     assert "Traceback" not in result.err and "site-packages" not in result.err
 

@@ -30,7 +30,7 @@ sys.modules["tensorboard"] = None
 
 COMMAND_LINE = {
     "no command": Wrong((), 2, ("required: COMMAND", "--help")),
-    "unknown command": Wrong(("trian", "r.toml"), 2, ("'trian'", "'train', 'checkpoint'", "Nearest: train")),
+    "unknown command": Wrong(("trian", "r.toml"), 2, ("'trian'", "'plan', 'train', 'cluster'", "Nearest: train")),
     "unknown flag": Wrong(("train", "r.toml", "--nprocs", "2"), 2, ("--nprocs", "Nearest: --nproc")),
     "shortened flag": Wrong(("train", "r.toml", "--res"), 2, ("unrecognized arguments: --res",)),
     "unknown action": Wrong(("checkpoint", "lss", "."), 2, ("'lss'", "Nearest: ls")),

@@ -50,7 +50,7 @@ def recipe(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "zero3x2"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp2", marks=pytest.mark.matrix), "zero3x2"])
 def test_both_sides_are_the_same_training_and_every_ratio_is_a_number(recipe, layout):
     tiny = ["--rounds", "1", "--steps", "60", "--skip", "5", "--no-warm-up", "--json"]
     found = json.loads(run("compare.py", "--recipe", recipe, "--layout", layout, *tiny))["layouts"][layout]
@@ -86,6 +86,7 @@ def test_the_bytes_counted_are_those_of_the_textbook(recipe, tmp_path):
         assert cut["_allgather_base_"] == share * microbatches * (root + 2 * block) * 4
 
 
+@pytest.mark.matrix
 def test_the_cost_of_exact_mode_is_measured(recipe):
     tiny = ["--layouts", "zero1x2", "--rounds", "1", "--steps", "30", "--skip", "5", "--json"]
     found = json.loads(run("exact_cost.py", "--recipe", recipe, *tiny))

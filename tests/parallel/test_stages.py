@@ -63,7 +63,7 @@ def held(world: Any, stage: int, sync: str | None, exact: bool) -> dict[str, Any
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: found["in forward"].append(whole(model)))
     mine = take_step(trainer.stream(0, 1), stepper.rules.batch)
-    sums = stepper.begin()
+    sums = stepper.begin(0)
     for microbatch, name in zip(mine, ("first", "last"), strict=True):
         pairs = stepper.forward(microbatch, reduce=stepper.reduces(microbatch))
         found[f"{name} forward"] = whole(model)

@@ -53,7 +53,7 @@ def by_fsdp2(world: Any, table: dict[str, Any]) -> dict[str, bool]:
     for module in [*(block for _, block in repeated_blocks(model)), model]:
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     stepper, masters, equal = trainer.stepper, list(trainer.model.named_parameters()), {}
-    sums = stepper.begin()
+    sums = stepper.begin(0)
     cut = Cut(trainer.order, trainer.batch, 0)
     for microbatch in list(trainer.source.stream(cut.places_of(0)))[:2]:
         stepper.backward(sums, microbatch, stepper.forward(microbatch, reduce=True), [None])

@@ -131,7 +131,7 @@ def test_tensorboard_shows_the_same_numbers_at_the_same_steps_also_after_a_resum
 def test_without_being_asked_there_are_no_event_files(run_ranks, tmp_path) -> None:
     run_ranks(1, run_in, numbers_table(4, 1), str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoints", "metrics.jsonl", "recipe.toml", "samples.jsonl", "summary.json",
+        "checkpoints", "memory.json", "metrics.jsonl", "recipe.toml", "samples.jsonl", "summary.json",
     ]  # fmt: skip
 
 

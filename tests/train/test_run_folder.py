@@ -105,6 +105,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint.keep_last", {"keep_last": 5}),
     ("checkpoint.asynchronous", {"asynchronous": True}),
     ("record.tensorboard", {"tensorboard": True}),
+    ("record.memory", {"memory": False}),
 ]
 
 

@@ -14,7 +14,7 @@ from meshwright.streams import discard_stdout, wait_for_first_of_node, write_lin
 from meshwright.version import __version__
 
 EPILOG: Final = """\
-exit codes: 0 done; 2 a wrong description; 4 a failed run; 5 a checkpoint; 70 our own bug; 130 Ctrl-C
+exit codes: 0 done; 2 a wrong description; 3 nothing fits; 4 a failed run; 5 a checkpoint; 70 our own bug; 130 Ctrl-C
 every key of a recipe: docs/recipe.md"""
 
 
@@ -67,13 +67,23 @@ def _open_closed_streams() -> None:
 
 
 def _command(options: argparse.Namespace) -> int:
-    if options.command == "train":
-        from meshwright.cli.train import train
+    match options.command:
+        case "plan":
+            from meshwright.cli.plan import plan
 
-        return train(options)
-    from meshwright.cli.checkpoint import checkpoint
+            return plan(options)
+        case "train":
+            from meshwright.cli.train import train
 
-    return checkpoint(options)
+            return train(options)
+        case "cluster":
+            from meshwright.cli.cluster import cluster
+
+            return cluster(options)
+        case _:
+            from meshwright.cli.checkpoint import checkpoint
+
+            return checkpoint(options)
 
 
 def _say(error: Exception, text: str, debug: bool) -> None:
@@ -125,15 +135,55 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="meshwright",
-        description="Trains a PyTorch model on any number of processes exactly as one process would.",
+        description="Plans distributed training of a PyTorch model, and runs it on any number of processes exactly as "
+        "one process would.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
     _add_train(commands)
+    _add_cluster(commands)
     _add_checkpoint(commands)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="choose a layout and say why",
+        description="Choose how a model is cut over a cluster, and say why: memory, moment by moment, of every layout.",
+    )
+    plan.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="what to train; or name --model and --cluster")
+    plan.add_argument(
+        "--model", metavar="M", help="a name (llama-3.1-8b), a number of parameters (7B), or a config.json"
+    )
+    plan.add_argument("--cluster", metavar="C", help="8xH100-SXM, 4x8xA100-80GB, a TOML file, or local")
+    _add_set(plan)
+    plan.add_argument("--layouts", metavar="L,L", help="look at these only, as in zero1x8,zero3x8")
+    plan.add_argument("--states", metavar="NAME", help="byte recipe: textbook, zero-paper, fsdp2, fp32, ...")
+    plan.add_argument("--top", type=int, default=20, metavar="N", help="candidates in the JSON document (default: 20)")
+    plan.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    plan.add_argument("--save", metavar="F.toml", help="write a recipe of the choice, for `meshwright train`")
+    _add_debug(plan)
+
+
+def _add_cluster(commands: argparse._SubParsersAction[_Parser]) -> None:
+    about = "the catalogue of devices, and what a cluster is made of"
+    cluster = commands.add_parser("cluster", help=about, description=about.capitalize() + ".")
+    actions = cluster.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (("list", "list the kinds of device"), ("show", "show a cluster: its devices and links")):
+        action = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name == "show":
+            action.add_argument("name", metavar="NAME", help="8xH100-SXM, 4x8xA100-80GB, a TOML file, or local")
+        action.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        _add_debug(action)
+
+
+def _add_set(parser: _Parser) -> None:
+    text = "override keys, as in optimizer.lr=1e-3"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
 
 
 def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -143,14 +193,7 @@ def _add_train(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--nproc", type=int, metavar="N", help="processes (default: the layout's product, else one a GPU, else 1)"
     )
     train.add_argument("--run-dir", metavar="D", help="run folder (default: runs/NAME-TIME)")
-    train.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override keys, as in optimizer.lr=1e-3",
-    )
+    _add_set(train)
     train.add_argument("--resume", action="store_true", help="continue the newest good checkpoint of the run folder")
     _add_debug(train)
 

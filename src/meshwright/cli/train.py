@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from meshwright.cli.planned import Planned, PlanRequest, leaves_open
 from meshwright.errors import Interrupted, SpecError
 from meshwright.spec.batch import plan_batch
 from meshwright.spec.layout import resolve
@@ -31,12 +32,17 @@ def train(options: argparse.Namespace) -> int:
     if folder is None and place is None:
         folder = default_folder(options.recipe)
     nproc = place.world_size if place else _nproc(recipe, options.nproc)
+    request = PlanRequest(options.recipe, tuple(options.set), nproc) if leaves_open(recipe, nproc) else None
+    planned = None
+    if request and place is None:  # torchrun's ranks join first, and rank 0 plans for all
+        planned = request.plan(recipe)
+        recipe = planned.recipe
     _require_whole(recipe, nproc)
     if folder is not None and place is None:  # torchrun's ranks join first, and agree
         find_start(folder, recipe, resume=options.resume, hashes=False)
     if place is None:
         _import_for_ranks()
-    work = partial(train_rank, recipe, folder, options.recipe, options.resume)
+    work = partial(train_rank, recipe, folder, options.recipe, options.resume, planned or request)
     try:
         launch(work, nproc, timeout_s=recipe.train.timeout_s, log_dir=folder if options.debug else None)
     except Interrupted as stop:
@@ -93,13 +99,32 @@ def _import_for_ranks() -> None:
         import meshwright.train.run  # noqa: F401
 
 
-def train_rank(recipe: Recipe, folder: Path | None, name: str, resume: bool) -> None:
-    """What each rank does."""
+def train_rank(
+    recipe: Recipe, folder: Path | None, name: str, resume: bool, planned: Planned | PlanRequest | None = None
+) -> None:
+    """What each rank does.
+
+    Args:
+        recipe: to be trained.
+        folder: run folder; None for the default.
+        name: of the recipe's file.
+        resume: continue the folder's newest good checkpoint.
+        planned: the plan of an open layout, or what is to be planned; None where the recipe has a layout.
+    """
+    from meshwright.plan.forecast import forecast
     from meshwright.train.agree import Agreement
+    from meshwright.train.foresight import Foresight
     from meshwright.train.run import run_recipe
     from meshwright.train.world import join_world
 
     with join_world(recipe.train.timeout_s) as world:
+        agreement = Agreement(world.rank, world.world_size)
         if folder is None:
-            folder = Agreement(world.rank, world.world_size).on_rank_0(lambda: default_folder(name))
-        run_recipe(recipe, folder, resume=resume, world=world)
+            folder = agreement.on_rank_0(lambda: default_folder(name))
+        if isinstance(planned, PlanRequest):
+            request = planned
+            planned = agreement.on_rank_0(lambda: request.plan(recipe))
+        known = Foresight(forecast=forecast)
+        if planned is not None:
+            recipe, known = planned.recipe, Foresight(lines=planned.lines, plan=planned.document, forecast=forecast)
+        run_recipe(recipe, folder, resume=resume, world=world, foresight=known)

@@ -45,12 +45,20 @@ class MemoryEstimate:
 
     Attributes:
         terms: what lives then, all in bytes.
+        moment: which moment that is.
+        reserved_bytes: the upper estimate, on which the verdict is made; 0 where none was made.
+        capacity_bytes: of the device; 0 where it is not known.
+        fits: the verdict.
 
     Raises:
         SpecError: a term in another unit, or a name twice.
     """
 
     terms: tuple[Term, ...]
+    moment: str = ""
+    reserved_bytes: int = 0
+    capacity_bytes: int = 0
+    fits: Literal["yes", "tight", "no"] = "yes"
 
     def __post_init__(self) -> None:
         """Refuse terms that do not add up."""

@@ -108,7 +108,7 @@ class BatchSection:
         None,
         least=1,
         knob=True,
-        left_out="the largest divisor up to 8 of what a rank gets",
+        left_out="the largest divisor up to 8 of what a rank gets; smaller if a planned layout needs it to fit",
     )
     tuned_global_batch_size: int | None = key(
         "The global batch that `optimizer.lr` was tuned at; used by `optimizer.lr_scaling`.", None, least=1
@@ -166,12 +166,17 @@ class ClusterSection:
 
     nodes: int = key("Machines.", 1, least=1, knob=True)
     devices_per_node: int | None = key("Devices in each.", None, least=1, knob=True, left_out="what this machine has")
-    device: str | None = key("Kind of device, a name of the catalogue.", None, knob=True, left_out="this machine's")
+    device: str | None = key(
+        "Kind of device, a name of the catalogue (`meshwright cluster list`), or a cluster's TOML file.",
+        None,
+        knob=True,
+        left_out="this machine's",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSection:
-    """`[layout]`: how it is cut; the only thing that varies. Left out: data parallel over all processes."""
+    """`[layout]`: how it is cut; the only thing that varies. Left out: planned for this machine (docs/plan.md)."""
 
     dp_replicate: int | None = key(
         "Replicas that hold whole weights or whole shard groups.",
@@ -219,7 +224,10 @@ class TrainSection:
         "fast: sums in any order; exact: bit-identical on any number of ranks.", "fast", choices=("fast", "exact")
     )
     recompute: str = key(
-        "What backward computes again instead of keeping.", "none", choices=("none", "selective", "full"), knob=True
+        "What backward computes again instead of keeping; left out beside an open layout, it is planned with it.",
+        "none",
+        choices=("none", "selective", "full"),
+        knob=True,
     )
     sync: str | None = key(
         "When accumulating, reduce gradients over the ranks at the last microbatch (less traffic) or at each (less "
@@ -275,6 +283,7 @@ class RecordSection:
     tensorboard: bool = key(
         "Write TensorBoard event files into the run folder (needs the `tensorboard` extra).", False, knob=True
     )
+    memory: bool = key("Measure the memory of one early step, and write it to memory.json.", True, knob=True)
 
 
 Section = Any

@@ -1,11 +1,12 @@
-"""Five small things that torch and the kernel offer only below Python. Each does nothing where it is not available."""
+"""Six small things that torch and the kernel offer only below Python. Each does nothing where it is not available."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -14,6 +15,8 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _LARGEST_MMAP_THRESHOLD: Final = 32 << 20
 _LARGEST_INT: Final = (1 << 31) - 1
+_LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
+_READ_LOG_LEVEL: Final = ("libc10.so", "_ZN3c1011initLoggingEv")
 
 
 def die_with(parent_pid: int) -> None:
@@ -61,8 +64,23 @@ def quiet_torch() -> None:
 
     When a rank fails its neighbours' sockets have much to say, and none of it is the cause.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    _call_loaded("libc10.so", "_ZN3c1011initLoggingEv")
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+    _call_loaded(*_READ_LOG_LEVEL)
+
+
+@contextmanager
+def hushed_torch() -> Iterator[None]:
+    """The same for a while, whatever the user wants of the rest."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = "ERROR"
+    _call_loaded(*_READ_LOG_LEVEL)
+    try:
+        yield
+    finally:
+        os.environ[_LOG_LEVEL] = before or "WARNING"  # torch's own; without a word the level would stay
+        _call_loaded(*_READ_LOG_LEVEL)
+        if before is None:
+            del os.environ[_LOG_LEVEL]
 
 
 def _call_loaded(library: str, function: str, *arguments: int) -> None:

@@ -27,7 +27,9 @@ from meshwright.spec.recipe import Recipe, walk
 from meshwright.train.agree import Agreement
 from meshwright.train.checkpoint import load, save, tidy
 from meshwright.train.evaluate import evaluate
+from meshwright.train.foresight import UNKNOWN, Foresight, Seer
 from meshwright.train.loader import Microbatch
+from meshwright.train.measure_record import MemoryRecord
 from meshwright.train.native import keep_freed_memory
 from meshwright.train.record import Console, Recorder, metrics_row, require_tensorboard
 from meshwright.train.replicas import reconcile_buffers, require_equal_weights
@@ -63,7 +65,9 @@ def settle(recipe: Recipe, start: Start, world_size: int) -> Recipe:
     return dataclasses.replace(recipe, batch=batch, layout=section_of(layout, recipe.layout))
 
 
-def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World) -> dict[str, Any]:
+def run_recipe(
+    recipe: Recipe, folder: Path, *, resume: bool, world: World, foresight: Foresight = UNKNOWN
+) -> dict[str, Any]:
     """Train a recipe in a run folder, from the start or from its newest good checkpoint; the same call on every rank.
 
     Returns:
@@ -72,7 +76,7 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, world: World) -> d
     Raises:
         MeshwrightError: see `errors`; what was on disk before is whole.
     """
-    with closing(begin_run(recipe, folder, resume=resume, world=world)) as run:
+    with closing(begin_run(recipe, folder, resume=resume, world=world, foresight=foresight)) as run:
         stream = run.trainer.stream(run.start.step, run.end)
         for _ in range(run.start.step, run.end):
             run.step(stream)
@@ -87,6 +91,7 @@ def begin_run(
     world: World,
     parts: Parts | None = None,
     progress: bool = True,
+    foresight: Foresight = UNKNOWN,
 ) -> Run:
     """Find where a run begins, and make it ready there; collective.
 
@@ -97,6 +102,7 @@ def begin_run(
         world: the ranks.
         parts: Python objects in place of what the recipe names.
         progress: say on rank 0 what is going on.
+        foresight: what is known of the run.
     """
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -106,7 +112,7 @@ def begin_run(
         start = agreement.on_rank_0(lambda: find_start(folder, recipe, resume=resume, hashes=True))
     settled = settle(recipe, start, world.world_size)
     start = dataclasses.replace(start, lines=[*start.lines, *microbatch_lines(start, settled)])
-    return Run(settled, folder, start, world, agreement, parts, progress=progress)
+    return Run(settled, folder, start, world, agreement, parts, progress=progress, foresight=foresight)
 
 
 @final
@@ -121,6 +127,7 @@ class Run:
         agreement: how rank 0's outcomes reach them.
         parts: Python objects in place of what the recipe names.
         progress: say on rank 0 what is going on.
+        foresight: what is known of the run.
     """
 
     def __init__(
@@ -133,12 +140,14 @@ class Run:
         parts: Parts | None = None,
         *,
         progress: bool = True,
+        foresight: Foresight = UNKNOWN,
     ) -> None:
         self.recipe, self.folder, self.start, self.world, self.agreement = recipe, folder, start, world, agreement
         self.end = self._end()
         if folder is not None and recipe.record.tensorboard:
             agreement.on_rank_0(require_tensorboard)
-        self.trainer = Trainer(recipe, world, parts)
+        seer = Seer(foresight.forecast if folder and world.speaks and recipe.record.memory else None)
+        self.trainer = Trainer(recipe, world, parts, seer.see)
         self._require_one_training()
         self.last: StepResult | None = None
         self._tokens, self._seconds, self._row = 0, 0.0, dict[str, Any]()
@@ -149,14 +158,15 @@ class Run:
         self._restore()
         kept = None if self._ended else folder  # a run that has ended is looked at, and not touched
         if kept is not None:
-            agreement.on_rank_0(lambda: open_folder(kept, recipe, start))
+            agreement.on_rank_0(lambda: open_folder(kept, recipe, start, foresight.plan))
             agreement.on_rank_0(lambda: tidy(kept / CHECKPOINTS, start.step, recipe.checkpoint.keep_last))
         self.recorder = Recorder(kept, speaks=world.speaks, tensorboard=recipe.record.tensorboard, start=start.step)
         self.console = Console(
             speaks=world.speaks, progress=progress, total=max(self.end, start.step), start=start.step
         )
+        self.memory = MemoryRecord(kept, self.trainer, agreement, start.step, self.end, seer)
         self.trainer.stepper.warn = self.console.warn
-        for line in [*self.trainer.lines(), *start.lines]:
+        for line in [*foresight.lines, *self.trainer.lines(), *start.lines]:
             self.console.say(line)
         for line in [*self.trainer.warnings(), *self._unsaved()]:
             self.console.warn(line)
@@ -246,6 +256,7 @@ class Run:
         self.trainer.stepper.rules = dataclasses.replace(self.trainer.stepper.rules, steps=steps)
         self.end = self._end()
         self.console.expect(self.end)
+        self.memory.expect(self.end)
         if (folder := self.folder) is not None:
             self.agreement.on_rank_0(lambda: write_recipe(folder, recipe))
 
@@ -258,6 +269,7 @@ class Run:
 
     def after(self, result: StepResult, seconds: float) -> None:
         """What follows a step: validation, record and checkpoint, where they are due; collective."""
+        self.memory.after(result)
         self._seconds, self.last = self._seconds + seconds, result
         self._tokens += int(result.count) if math.isfinite(result.count) else 0
         samples = self.trainer.order.samples_before(result.step)
@@ -383,5 +395,6 @@ class Run:
 
     def close(self) -> None:
         """Close files and the progress bar."""
+        self.memory.close()
         self.console.close()
         self.recorder.close()

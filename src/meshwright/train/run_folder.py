@@ -3,6 +3,8 @@
 recipe.toml      resolved
 metrics.jsonl    one object a step
 samples.jsonl    sample ids of each step, if asked for
+plan.json        how the layout was chosen, if it was
+memory.json      what one step took of the device, beside what was predicted
 summary.json     how it ended
 checkpoints/     step-00000020, ...
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,8 @@ RECIPE: Final = "recipe.toml"
 METRICS: Final = "metrics.jsonl"
 SAMPLES: Final = "samples.jsonl"
 SUMMARY: Final = "summary.json"
+PLAN: Final = "plan.json"
+MEMORY: Final = "memory.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +146,8 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value, default=str)
 
 
-def open_folder(folder: Path, recipe: Recipe, start: Start) -> None:
-    """Make the folder ready for a run that begins at `start`: cut metrics past it off, write the resolved recipe.
+def open_folder(folder: Path, recipe: Recipe, start: Start, plan: Mapping[str, Any] | None = None) -> None:
+    """Make the folder ready for a run that begins at `start`: cut metrics past it off, write recipe and plan.
 
     Raises:
         CheckpointError: it cannot be written to.
@@ -154,6 +158,9 @@ def open_folder(folder: Path, recipe: Recipe, start: Start) -> None:
         for name in (METRICS, SAMPLES):
             _cut(folder / name, start.step)
     write_recipe(folder, recipe)
+    if plan is not None:
+        with writing(folder):
+            write_text(folder / PLAN, json.dumps(plan, indent=1) + "\n")
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:

@@ -34,12 +34,14 @@ from meshwright.parallel.grid import FIRST, RESOLUTION
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import BatchPlan
+from meshwright.spec.moments import BACKWARD, FORWARD, UPDATE
 from meshwright.spec.schedule import lr_multiplier
 from meshwright.spec.sections import ScheduleSection
 from meshwright.train.buffers import KeptBuffers, MeanBuffers
 from meshwright.train.counts import Weights, counts_first, require_counts
 from meshwright.train.loader import Batch, Microbatch, to_device
 from meshwright.train.loss import LossFunction, Pair, divisor, pairs_of
+from meshwright.train.measure import Unwatched, Watch
 from meshwright.train.nonfinite import refuse_nonfinite
 from meshwright.train.optimizer import set_rate
 from meshwright.train.pulse import Pulse
@@ -124,6 +126,8 @@ class Stepper:
         self.gradients = parallel.gradients
         self.warn: Callable[[str], None] = partial(warnings.warn, category=MeshwrightWarning)
         """Where rank 0 is told what the user should know; a run has its console for it."""
+        self.watch: Watch = Unwatched()
+        """Who is told where a step is; a run measures its memory so."""
         self._before: KeptBuffers | None = None
         self._buffers: MeanBuffers | None = None
         self._has_warned = self._has_told_of_lost = False
@@ -139,6 +143,7 @@ class Stepper:
         mine = take_step(stream, self.rules.batch)
         for attempt in range(_ATTEMPTS):
             sums, weights = self._pass(mine)
+            self._settle()
             why = self.gradients.retry()
             if not why:
                 return self.finish(sums, mine, weights)
@@ -152,21 +157,27 @@ class Stepper:
 
     def _pass(self, mine: list[Microbatch]) -> tuple[StepSums, Weights]:
         """Forward and backward of this rank's microbatches."""
-        sums, weights = self.begin(), counts_first(self, mine)
+        sums, weights = self.begin(mine[0].step), counts_first(self, mine)
         for microbatch in mine:
             pairs = self.forward(microbatch, reduce=self.reduces(microbatch))
             weights = weights or counts_first(self, mine, pairs)
             self.backward(sums, microbatch, pairs, weights)
         return sums, weights
 
-    def begin(self) -> StepSums:
-        """Empty sums for a step."""
+    def begin(self, step: int) -> StepSums:
+        """Empty sums for a step, counted from 0."""
         self.parallel.settle()  # what was gathered for passes in between may be older than the weights
         self.gradients.begin()
+        self.watch.begin(step)
         model, rules = self.parallel.bare, self.rules
         self._buffers = MeanBuffers(model) if rules.exact else None
         self._before = KeptBuffers(model) if rules.on_nonfinite == "skip" and not rules.exact else None
         return self.empty_sums()
+
+    def _settle(self) -> None:
+        """The passes are over: what they ran on besides the masters goes before the update needs room."""
+        self.parallel.settle()
+        self.watch.enter(UPDATE)
 
     def empty_sums(self) -> StepSums:
         """Sums of no microbatch yet."""
@@ -217,6 +228,7 @@ class Stepper:
     def prepare(self, microbatch: Microbatch, *, reduce: bool) -> Batch:
         """Seed the forward pass of one microbatch, and put its rows on the device."""
         self.pulse.beat(microbatch.step + 1, "forward", microbatch.index)
+        self.watch.enter(FORWARD)
         self.seeds.at(microbatch.step, microbatch.index)
         self.parallel.announce(reduce, microbatch.last)
         return to_device(microbatch.batch, self.mesh.device)
@@ -224,6 +236,7 @@ class Stepper:
     def backward(self, sums: StepSums, microbatch: Microbatch, pairs: list[Pair], weights: Weights) -> None:
         """Add one microbatch to the gradients and to the sums."""
         self.pulse.beat(microbatch.step + 1, "backward", microbatch.index)
+        self.watch.enter(BACKWARD)
         sums.add(microbatch, pairs)
         if len(pairs) != len(weights):
             rule = f"returned {len(pairs)} pairs, and its `counts` has {len(weights)} numbers."
@@ -258,7 +271,7 @@ class Stepper:
         """
         step = mine[0].step
         self.pulse.beat(step + 1, "optimizer")
-        self.parallel.settle()
+        self._settle()
         seen = read(sums, self.gradients, weights, self.mesh.layout.dp_degree)
         self.idle = seen.gradients.idle
         count = divisor(seen.counts[0]) if weights == [None] else 1.0  # several pairs were divided before backward

@@ -27,6 +27,7 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.sections import ClusterSection
 from meshwright.train.corpus import load_corpus
 from meshwright.train.dataset import DatasetSource
+from meshwright.train.foresight import Blueprint
 from meshwright.train.loader import Cut, Microbatch, Source, TokenSource
 from meshwright.train.loss import LossFunction, token_cross_entropy
 from meshwright.train.optimizer import OptimizerFactory, build_optimizer, require_trainable
@@ -66,6 +67,7 @@ class Trainer:
         recipe: resolved or not; its layout must fit the world.
         world: the ranks.
         parts: Python objects in place of what the recipe names.
+        seer: is shown the model before it has memory.
 
     Raises:
         SpecError: what the recipe names does not exist or does not fit together.
@@ -73,8 +75,10 @@ class Trainer:
         RankDisagreement: the model's weights are not equal on all ranks.
     """
 
-    def __init__(self, recipe: Recipe, world: World, parts: Parts | None = None) -> None:
-        parts = parts or Parts()
+    def __init__(
+        self, recipe: Recipe, world: World, parts: Parts | None = None, seer: Callable[[Blueprint], None] | None = None
+    ) -> None:
+        self._parts = parts = parts or Parts()
         self.recipe, self.world = recipe, world
         torch.set_num_threads(recipe.train.threads_per_rank)
         self.layout = resolve(recipe.layout, world.world_size)
@@ -89,13 +93,25 @@ class Trainer:
         )
         _require_held_out(recipe, self.split)
         built = _model(recipe, parts, vocab_size)
+        built.module.train()
+        if seer is not None:
+            seer(self._blueprint(built, _loss(recipe, parts)))
         # What is cut gets its memory after the cut, or is moved to the device by FSDP, unit by unit: no device has all.
         cuts = self.layout.dp_shard > 1
         self._built = built if cuts else fill_whole(built)
         self.model = built.module if cuts else built.module.to(world.device)
-        self.model.train()
         require_trainable(parameters_in_order(self.model))
         self.stepper = self._stepper(parts)
+
+    def _blueprint(self, built: Built, loss: LossFunction) -> Blueprint:
+        return Blueprint(
+            recipe=self.recipe,
+            layout=self.layout,
+            device=self.world.device.type,
+            model=built.module,
+            loss=loss,
+            source=self.source,
+        )
 
     def _stepper(self, parts: Parts) -> Stepper:
         recipe, world = self.recipe, self.world
@@ -149,6 +165,11 @@ class Trainer:
             scaler=LossScaler(enabled=compute == "fp16"),
             pulse=world.pulse,
         )
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Is the optimizer none of the table's?"""
+        return self._parts.optimizer is not None or self.recipe.optimizer.build is not None
 
     @property
     def state(self) -> State:

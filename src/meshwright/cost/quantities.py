@@ -1,0 +1,230 @@
+"""What a rank of one stage holds, counted: parameters, the largest block, the root, bytes kept; columns in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, final
+
+import numpy as np
+
+from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Column, Columns
+from meshwright.cost.engine import Engine
+from meshwright.cost.stages import Content, Form, content, form_of, in_flight, layers_of_stage, stage_tables
+from meshwright.cost.states import StateRecipe
+from meshwright.spec.model_spec import Bytes, ModelSpec
+
+FULL: Final = RECOMPUTE.index("full")
+GPIPE: Final = SCHEDULES.index("gpipe")
+V_SHAPED: Final = SCHEDULES.index("zbv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is priced, besides the candidates.
+
+    Attributes:
+        model: its parameters and bytes, made for the job's sequence length and compute type.
+        global_batch_size: samples per optimizer step.
+        states: bytes per parameter.
+        engine: how the program holds and frees memory.
+        capacity_bytes: memory of one device.
+    """
+
+    model: ModelSpec
+    global_batch_size: int
+    states: StateRecipe
+    engine: Engine
+    capacity_bytes: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sample."""
+        return self.model.seq_len
+
+
+@final
+class StageQuantities:
+    """Counts of one kind of stage, for every candidate. Names as in research: N parameters, Nb block, Nr root."""
+
+    def __init__(self, job: Job, columns: Columns, stage: str, tables: dict[str, np.ndarray] | None = None) -> None:
+        self.job, self.columns, self.stage = job, columns, stage
+        layers = layers_of_stage(job.model, columns, stage)
+        self.content: Content = content((tables or stage_tables(job.model))[stage], layers)
+
+    @cached_property
+    def tokens(self) -> Column:
+        """Tokens of a microbatch on this rank."""
+        return self.columns.microbatch_size * (self.job.seq_len / self.columns.cp)
+
+    @cached_property
+    def has_first(self) -> Column:
+        """1 where this stage has the embedding."""
+        return 1 if self.stage == "first" else np.where(np.asarray(self.columns.pp) == 1, 1, 0)
+
+    @cached_property
+    def has_last(self) -> Column:
+        """1 where this stage has the head and the loss: the last one, or the first of a V-shaped schedule."""
+        is_v = np.asarray(self.columns.schedule) == V_SHAPED
+        is_here = np.where(is_v, self.stage == "first", self.stage == "last")
+        return np.where(np.asarray(self.columns.pp) == 1, 1, is_here * 1)
+
+    @cached_property
+    def root(self) -> Column:
+        """Nr: parameters on this rank that are in no block. A tied table is on both ends of a pipeline."""
+        model, tp = self.job.model, self.columns.tp
+        head = model.embedding_parameters if model.tied else model.head_parameters
+        at_head = head * self.has_last * (1 - self.has_first if model.tied else 1)
+        return (model.embedding_parameters * self.has_first + at_head) / tp + model.other_parameters * np.maximum(
+            self.has_last, self.has_first
+        )
+
+    @cached_property
+    def blocks(self) -> Column:
+        """Parameters of this rank's blocks, experts apart."""
+        one = self.content
+        return (one.parameters - one.expert - one.replicated) / self.columns.tp + one.replicated
+
+    @cached_property
+    def experts(self) -> Column:
+        """Parameters of this rank's experts."""
+        return self.content.expert / (self.columns.tp * self.columns.ep)
+
+    @cached_property
+    def parameters(self) -> Column:
+        """N: all parameters of this rank, before ZeRO."""
+        return self.root + self.blocks + self.experts
+
+    @cached_property
+    def frozen(self) -> Column:
+        """Of N, that are not trained: in each part as large a share as of the whole."""
+        model, one = self.job.model, self.content
+        of_blocks = one.frozen / np.maximum(one.parameters, 1) * (self.blocks + self.experts)
+        return of_blocks + model.root_frozen / max(model.root_parameters, 1) * self.root
+
+    @cached_property
+    def block(self) -> Column:
+        """Nb: parameters of the largest block on this rank."""
+        largest = max(self.job.model.units, key=lambda unit: unit.parameters, default=None)
+        if largest is None:
+            return 0.0
+        tp, ep = self.columns.tp, self.columns.ep
+        return (
+            (largest.parameters - largest.expert - largest.replicated) / tp
+            + largest.replicated
+            + largest.expert / (tp * ep)
+        )
+
+    @cached_property
+    def largest(self) -> Column:
+        """Elements of the largest parameter on this rank."""
+        model = self.job.model
+        of_units = max((unit.largest for unit in model.units), default=0)
+        return max(of_units, model.embedding_parameters, model.head_parameters) / self.columns.tp
+
+    @cached_property
+    def head(self) -> Column:
+        """Parameters of the product that makes the logits, where this stage has it."""
+        model = self.job.model
+        weight = model.embedding_parameters if model.tied else model.head_parameters
+        return weight * self.has_last / self.columns.tp
+
+    @cached_property
+    def embedding(self) -> Column:
+        """Parameters of the token embedding, where this stage has it."""
+        return self.job.model.embedding_parameters * self.has_first / self.columns.tp
+
+    @cached_property
+    def shard_group(self) -> Column:
+        """D: ranks that ZeRO cuts over; those that share a sample (cp) hold equal weights, so they are among them."""
+        cuts = np.asarray(self.columns.zero_stage) > 0
+        return np.where(cuts, self.columns.dp_shard * self.columns.cp, 1)
+
+    def cut(self, trained_only: bool = False) -> Column:
+        """N / D; experts are cut over those ranks that have the same ones."""
+        frozen = self.frozen if trained_only else 0.0
+        expert_group = np.maximum(self.shard_group / self.columns.ep, 1)
+        return (self.root + self.blocks - frozen) / self.shard_group + self.experts / expert_group
+
+    def bytes_of(self, form: Bytes | Form) -> Column:
+        """A linear form for one microbatch on this rank."""
+        form = form_of(form) if isinstance(form, Bytes) else form
+        residual_cut = self.columns.tp if self.job.engine.sequence_parallel else 1
+        return form.at(self.tokens, self.columns.tp, residual_cut, self.normed_cut)
+
+    @cached_property
+    def stream(self) -> Column:
+        """Bytes of the residual stream of one microbatch: what passes from block to block, and from stage to stage."""
+        return self.bytes_of(Bytes(residual=float(self.job.engine.compute_bytes * self.job.model.d_model)))
+
+    @cached_property
+    def normed_cut(self) -> Column:
+        """What TP cuts of the norms' outputs."""
+        return self.columns.tp if self.job.engine.regathers_norms else 1
+
+    @cached_property
+    def kept_by_blocks(self) -> Column:
+        """Bytes that the stage's blocks keep for one microbatch, in this recompute mode."""
+        forms = [self.bytes_of(form) for form in self.content.saved]
+        return np.choose(self.columns.recompute, np.broadcast_arrays(*forms, self.columns.recompute)[:3])
+
+    @cached_property
+    def kept_by_layer(self) -> Column:
+        """Bytes that one of the stage's blocks keeps for one microbatch."""
+        return self.kept_by_blocks / np.maximum(self.content.layers, 1)
+
+    @cached_property
+    def after_kept(self) -> Column:
+        """Bytes kept for one microbatch by what comes after the last block."""
+        return self.bytes_of(self.job.model.after) * self.has_last
+
+    @cached_property
+    def in_flight(self) -> Column:
+        """Microbatches that are kept at once."""
+        return in_flight(self.columns, self.stage)
+
+    @cached_property
+    def head_in_flight(self) -> Column:
+        """Microbatches that the chunk with the head keeps at once: its backward pass follows its forward pass."""
+        c = self.columns
+        return np.where((np.asarray(c.pp) > 1) & (np.asarray(c.schedule) == GPIPE), c.num_microbatches, 1)
+
+    @cached_property
+    def ends_kept(self) -> Column:
+        """Bytes kept by what comes before the first block and after the last, for all microbatches in flight."""
+        before = self.in_flight * self.bytes_of(self.job.model.before) * self.has_first
+        return before + self.head_in_flight * self.after_kept
+
+    def _fullest(self, forms: list[Bytes]) -> Column:
+        """The largest of one form for each kind of block, for one microbatch."""
+        values = [self.bytes_of(form) for form in forms]
+        return np.max(np.broadcast_arrays(*values), axis=0) if values else 0.0
+
+    @cached_property
+    def forward_peak(self) -> Column:
+        """Working room of the block whose forward pass needs most, beyond what it keeps."""
+        units = self.job.model.units
+        keeps, frees = self._fullest([u.forward_peak for u in units]), self._fullest([u.transient for u in units])
+        inputs = self._fullest([u.saved.get("full", Bytes()) for u in units])
+        # What is freed on the way lives beside what has been kept so far, and most of that comes before.
+        beyond = np.maximum(frees - np.maximum(self.kept_by_layer - inputs, 0.0), keeps)
+        return np.where(np.asarray(self.columns.recompute) == 0, keeps, np.where(frees > 0, beyond, keeps))
+
+    @cached_property
+    def transient(self) -> Column:
+        """Room of one block's forward pass that keeps nothing."""
+        return self._fullest([unit.transient for unit in self.job.model.units])
+
+    @cached_property
+    def working(self) -> Column:
+        """Room of the block whose backward pass needs most: what it computes again, and what it needs itself."""
+        units, again = self.job.model.units, []
+        for mode in RECOMPUTE:
+            forms = [(unit.saved["none"], unit.saved.get(mode, unit.saved["none"]), unit) for unit in units]
+            again.append(self._fullest([whole - kept + unit.backward_peak for whole, kept, unit in forms]))
+        return np.choose(self.columns.recompute, np.broadcast_arrays(*again, self.columns.recompute)[:3])
+
+    def loss(self, what: str) -> Column:
+        """Bytes of logits and loss: `loss_kept`, `loss_forward` or `loss_peak`."""
+        form: Bytes = getattr(self.job.model, what)
+        return self.bytes_of(form) * self.has_last

@@ -1,0 +1,282 @@
+"""The terms of memory at each moment of a step, for one candidate or columns of many; see memory.py for the moments.
+
+Terms that come and go are lists of parts, bytes x elements: summed they are the amount, printed they are the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from meshwright.cost.candidate import Column
+from meshwright.cost.quantities import StageQuantities
+from meshwright.spec.model_spec import Bytes
+
+MOMENTS: Final = ("forward", "logits", "loss", "backward", "backward_end", "reduction", "update")
+TERMS: Final = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "gathered_parameters",
+    "gradient_buffers",
+    "logits_and_loss",
+)
+"""What the allocator is asked for; an estimate has `allocator` and `context` besides."""
+
+EXACT_PIECE: Final = 1 << 22
+"""Elements that exact mode squares at once, in two fp64 limbs (parallel/exact.py)."""
+
+Part = tuple[Column, Column]
+"""Bytes of an element, and how many elements there are."""
+
+Parts = Mapping[str, list[Part]]
+"""By moment."""
+
+
+def moment_terms(q: StageQuantities, transient: bool = False) -> dict[str, dict[str, Column]]:
+    """Every term at every moment, in bytes.
+
+    Args:
+        q: counts of one kind of stage.
+        transient: gradients are counted only where they really live.
+    """
+    parameters, optimizer = parameter_bytes(q), optimizer_bytes(q)
+    gradients = gradients_by_moment(q, transient)
+    kept, gathered, buffers = activation_bytes(q), gathered_parts(q), buffer_parts(q, transient)
+    loss = loss_bytes(q)
+    return {
+        moment: {
+            "parameters": parameters,
+            "gradients": gradients[moment],
+            "optimizer_state": optimizer,
+            "activations": kept[moment],
+            "gathered_parameters": summed(gathered[moment]),
+            "gradient_buffers": summed(buffers[moment]),
+            "logits_and_loss": loss[moment],
+        }
+        for moment in MOMENTS
+    }
+
+
+def summed(parts: list[Part]) -> Column:
+    """Bytes of all parts."""
+    return sum((each * count for each, count in parts), 0.0)
+
+
+def _stage_is(q: StageQuantities, least: int) -> Column:
+    return np.asarray(q.columns.zero_stage) >= least
+
+
+def _accumulates(q: StageQuantities) -> Column:
+    return np.asarray(q.columns.num_microbatches) > 1
+
+
+def _is_own(q: StageQuantities) -> bool:
+    return q.job.states.cuts == "fsdp2"
+
+
+def parameter_bytes(q: StageQuantities) -> Column:
+    """Weights that stay: whole, or this rank's part."""
+    states = q.job.states
+    is_cut = _stage_is(q, 1 if _is_own(q) else 3)
+    trained = np.where(is_cut, q.cut(trained_only=True), q.parameters - q.frozen)
+    return states.parameter_bytes * trained + states.frozen_bytes * q.frozen / np.where(is_cut, q.shard_group, 1)
+
+
+def optimizer_bytes(q: StageQuantities) -> Column:
+    """Moments and masters; none on the device where they are offloaded."""
+    on_device = 1 - np.asarray(q.columns.offload)
+    trained = np.where(_stage_is(q, 1), q.cut(trained_only=True), q.parameters - q.frozen)
+    return q.job.states.optimizer_bytes * trained * on_device
+
+
+def gradients_are_cut(q: StageQuantities) -> Column:
+    """Do gradients wait for the optimizer in parts? FSDP2 cuts at every stage, once it reduces."""
+    reduces_each = (np.asarray(q.columns.sync_every) == 1) | ~_accumulates(q)
+    if _is_own(q):
+        reduces_each = reduces_each | (np.asarray(q.columns.pp) > 1)  # what a pipeline sums whole is a buffer
+    return _stage_is(q, 1 if _is_own(q) else 2) & reduces_each
+
+
+def gradient_bytes(q: StageQuantities) -> Column:
+    """Gradients that wait for the optimizer, all of them."""
+    return q.job.states.gradient_bytes * np.where(
+        gradients_are_cut(q), q.cut(trained_only=True), q.parameters - q.frozen
+    )
+
+
+def has_buckets(q: StageQuantities) -> Column:
+    """Does DDP hold gradients in its buckets, which stay from step to step? Exact mode sums by itself."""
+    c = q.columns
+    return (np.asarray(c.zero_stage) == 0) & (np.asarray(c.dp_replicate) > 1) & (not q.job.engine.exact)
+
+
+def has_copies(q: StageQuantities) -> Column:
+    """Do passes run on copies of whole weights in the compute type? Their gradients are converted at the very end."""
+    narrow = q.job.engine.copies and q.job.engine.compute_bytes < q.job.states.parameter_bytes
+    return (np.asarray(q.columns.zero_stage) == 0) & narrow & _is_own(q)
+
+
+def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column]:
+    """Gradients at each moment: before the first backward pass of a step there are none."""
+    full = gradient_bytes(q)
+    if not transient:
+        return dict.fromkeys(MOMENTS, full)
+    exact, whole = q.job.engine.exact, ~_stage_is(q, 1)
+    waits = _accumulates(q) | has_buckets(q)
+    early = full * waits
+    # Exact sums of whole weights have their room from the first gradient on; others come one by one.
+    begun = np.where(whole & exact, full, early)
+    coming = q.job.states.gradient_bytes * np.maximum(q.parameters - q.frozen - q.block - q.embedding, 0.0)
+    near_end = np.where(whole & ~waits & (not exact), coming * ~has_copies(q), np.where(has_copies(q), begun, full))
+    # Exact sums in parts are back in the masters' type once they are whole.
+    final_bytes = np.where(exact & ~whole, q.job.states.parameter_bytes, q.job.states.gradient_bytes)
+    reduced = final_bytes * np.where(
+        _stage_is(q, 1 if _is_own(q) else 2), q.cut(trained_only=True), q.parameters - q.frozen
+    )
+    later = {"backward": begun, "backward_end": near_end, "reduction": full, "update": reduced}
+    return dict.fromkeys(MOMENTS, early) | later
+
+
+def gathered_parts(q: StageQuantities) -> Parts:
+    """Weights in the compute type, whole: copies of data parallelism, or what ZeRO has gathered.
+
+    Of stage 3 the root is gathered, and the block that computes; and a block as it came: the last one until the next
+    comes, or the one that was fetched ahead. Stages 1 and 2 free block by block as the last backward pass leaves them.
+    """
+    engine, c, stage = q.job.engine, float(q.job.engine.compute_bytes), np.asarray(q.columns.zero_stage)
+    keeps = (np.asarray(q.columns.pp) > 1) & engine.pipeline_keeps_gathered
+    copies, whole = has_copies(q), (stage > 0) & (stage < 3) & _is_own(q)
+    freed = (stage >= 3) & ~keeps
+    every = q.parameters * (copies | whole | ((stage >= 3) & keeps))
+
+    def at(blocks: float, twice: Column = 0.0) -> list[Part]:
+        some = np.minimum(q.root + blocks * q.block, q.parameters) * freed
+        return [(c, every), (c, some), (c, q.block * twice)]
+
+    # In the first forward pass of a step the last block's weights are there twice: as they came, and in their places.
+    twice = whole & ~_accumulates(q)
+    leaves = whole & ~_accumulates(q) & (np.asarray(q.columns.pp) == 1)
+    ending = [(c, every * ~leaves), (c, (q.root + q.block) * leaves), at(engine.gathered_blocks)[1]]
+    computing, between = at(engine.gathered_blocks), at(max(engine.gathered_blocks - 1, 0.0))
+    return {
+        "forward": at(engine.gathered_blocks, twice),
+        "logits": at(max(engine.gathered_blocks - 1, 0.0), twice),
+        "loss": between,
+        "backward": computing,
+        "backward_end": ending,
+        "reduction": [(c, q.parameters * copies), (c, q.root * (freed | whole)),
+                      (c, q.parameters * ((stage >= 3) & keeps))],
+        "update": [],
+    }  # fmt: skip
+
+
+def activation_bytes(q: StageQuantities) -> dict[str, Column]:
+    """What passes keep from forward to backward, and the working room of the block that computes."""
+    all_kept = q.in_flight * q.kept_by_blocks + q.ends_kept + passing_bytes(q)
+    none = 0.0 * q.kept_by_blocks
+    return {
+        "forward": all_kept - q.after_kept + q.forward_peak,
+        "logits": all_kept,
+        "loss": all_kept,
+        "backward": all_kept - q.after_kept + q.working,
+        "backward_end": q.kept_by_layer + q.working,  # of the step's last microbatch: the others are over
+        "reduction": none + q.stream,
+        "update": none,
+    }
+
+
+def passing_bytes(q: StageQuantities) -> Column:
+    """What a pipeline stage holds of its neighbours' microbatches: receive buffers both ways, and its own outputs."""
+    engine, c = q.job.engine, q.columns
+    is_cut = np.asarray(c.pp) > 1
+    received = 2 * c.num_microbatches * c.chunks * q.stream if engine.receives_all else 2 * q.stream
+    sent = q.in_flight * q.stream * (1 - q.has_last) if engine.keeps_outputs else 0.0
+    return np.where(is_cut, received + sent, 0.0)
+
+
+def waiting_part(q: StageQuantities) -> Part:
+    """Gradients that a pipeline sums whole until the last microbatch, where ZeRO holds parts from step to step.
+
+    Interleaved, a chunk's gradients are reduced before the next chunk's begin, if no chunk waits for more microbatches.
+    """
+    engine, c = q.job.engine, q.columns
+    waits = (np.asarray(c.pp) > 1) & engine.pipeline_keeps_gathered & _stage_is(q, 1)
+    at_once = np.where(np.asarray(c.num_microbatches) <= c.pp, c.chunks, 1)
+    return engine.reduce_bytes, (q.parameters - q.frozen) / at_once * waits
+
+
+def left_over_part(q: StageQuantities) -> Part:
+    """The root's reduce-scatter input, which FSDP2 holds from one microbatch's backward pass to the next one's."""
+    engine, c = q.job.engine, q.columns
+    again = _accumulates(q) & (np.asarray(c.sync_every) == 1) & (np.asarray(c.pp) == 1)
+    return engine.reduce_bytes, q.root * (again & _stage_is(q, 1) & engine.keeps_last_reduction)
+
+
+def unviewed_part(q: StageQuantities) -> Part:
+    """Gradients of microbatches that DDP does not reduce: they lie beside its buckets until the last one."""
+    waits = has_buckets(q) & _accumulates(q) & (np.asarray(q.columns.sync_every) == 0) & _is_own(q)
+    return q.job.states.gradient_bytes, (q.parameters - q.frozen) * waits
+
+
+def head_part(q: StageQuantities, transient: bool) -> Part:
+    """The head's gradient, which waits for the end: in ZeRO's root, in a tied table, in copies."""
+    arrives = transient & ~_accumulates(q) & (not q.job.engine.exact)
+    waits = _stage_is(q, 1) | has_copies(q) | (q.job.model.tied & _is_own(q)) | (arrives & ~has_buckets(q))
+    return float(q.job.engine.compute_bytes), q.head * waits
+
+
+def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
+    """Gradients on their way: of the block that computes, of reductions, of the root, which is reduced at the end."""
+    engine, c, is_cut = q.job.engine, float(q.job.engine.compute_bytes), _stage_is(q, 1)
+    moving = engine.reduce_bytes * engine.reduce_blocks
+    buckets: Part = (engine.bucket_bytes, q.parameters * (np.asarray(q.columns.dp_replicate) > 1))
+    waiting, head = waiting_part(q), head_part(q, transient)
+    early = [buckets, waiting, left_over_part(q), unviewed_part(q)]
+    # Of the last block nothing is reduced yet; of the one before it is, but the last one's activations are gone then.
+    behind = np.maximum(moving - q.kept_by_layer / np.maximum(q.block, 1), 0.0)
+    fresh = np.maximum(q.block - q.working / c, 0.0)  # a block's own gradients come as its working room goes
+    converted = (q.parameters - q.frozen - q.block) * has_copies(q)
+    still = (is_cut | q.job.model.tied) & ~has_copies(q)
+    at_end = [buckets, waiting, (c, converted), (head[0], head[1] * still)]
+    return {
+        "forward": early,
+        "logits": early,
+        "loss": early,
+        "backward": [*early, head, (behind, q.block * is_cut), (c, fresh * is_cut)],
+        "backward_end": [*at_end, (moving, q.block * is_cut), (c, fresh * is_cut)],
+        "reduction": [buckets, waiting, (c + engine.reduce_bytes, q.root * is_cut)],
+        "update": [update_part(q)],
+    }
+
+
+def update_part(q: StageQuantities) -> Part:
+    """Working room of clipping and optimizer; exact sums become masters' gradients, and are squared piece by piece."""
+    engine = q.job.engine
+    if not engine.exact:
+        return engine.update_bytes, q.cut(trained_only=True)
+    is_cut = _stage_is(q, 1)
+    largest = np.minimum(q.largest / q.shard_group, EXACT_PIECE)
+    return np.where(is_cut, 16.0, 4.0), np.where(is_cut, largest, q.parameters - q.frozen)
+
+
+def loss_bytes(q: StageQuantities) -> dict[str, Column]:
+    """Logits and cross-entropy; of microbatches in flight, what they keep."""
+    waiting = (q.head_in_flight - 1) * q.loss("loss_kept")
+    if q.job.engine.keeps_logits:
+        logits = Bytes(inner=float(q.job.engine.compute_bytes * q.job.model.vocab_size))
+        is_cut = np.asarray(q.columns.pp) > 1
+        waiting = waiting + is_cut * q.columns.num_microbatches * q.bytes_of(logits) * q.has_last
+    none = 0.0 * waiting
+    return {
+        "forward": waiting,
+        "logits": waiting + q.loss("loss_forward"),
+        "loss": waiting + q.loss("loss_peak"),
+        "backward": waiting,
+        "backward_end": none,
+        "reduction": none,
+        "update": none,
+    }
