@@ -161,12 +161,12 @@ def gathered_parts(q: StageQuantities) -> Parts:
     twice = whole & ~_accumulates(q)
     leaves = whole & ~_accumulates(q) & (np.asarray(q.columns.pp) == 1)
     ending = [(c, every * ~leaves), (c, (q.root + q.block) * leaves), at(engine.gathered_blocks)[1]]
-    computing, between = at(engine.gathered_blocks), at(max(engine.gathered_blocks - 1, 0.0))
+    between = max(engine.gathered_blocks - 1, 0.0)
     return {
         "forward": at(engine.gathered_blocks, twice),
-        "logits": at(max(engine.gathered_blocks - 1, 0.0), twice),
-        "loss": between,
-        "backward": computing,
+        "logits": at(between, twice),
+        "loss": at(between),
+        "backward": at(engine.gathered_blocks),
         "backward_end": ending,
         "reduction": [(c, q.parameters * copies), (c, q.root * (freed | whole)),
                       (c, q.parameters * ((stage >= 3) & keeps))],

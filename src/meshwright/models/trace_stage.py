@@ -21,15 +21,13 @@ import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import SpecError
+from meshwright.models.casting import COMPUTE_DTYPES, cast
 from meshwright.models.trace_kernels import cuda_kernels, grouped_products
 from meshwright.models.trace_memory import tensors_in
 
 Place = Literal["cuda", "cpu", "real"]
-
-DTYPES: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @final
@@ -65,7 +63,7 @@ class Stage:
             SpecError: it cannot be copied.
         """
         memo: dict[int, Any] = {}
-        half = DTYPES[self.compute] if self.compute in ("bf16", "fp16") else None
+        half = COMPUTE_DTYPES[self.compute] if self.compute in ("bf16", "fp16") else None
         for module in model.modules():
             master = half if half is not None and not isinstance(module, _NormBase) else self._master
             for parameter in module._parameters.values():
@@ -126,7 +124,7 @@ def cast_around(model: nn.Module, blocks: Sequence[nn.Module], compute: str) -> 
     """Cast what the model and its blocks are called with, and what the model returns, as a rank does."""
     if compute == "fp32":
         return
-    dtype = DTYPES[compute]
+    dtype = COMPUTE_DTYPES[compute]
 
     def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast((args, kwargs), dtype)
@@ -138,11 +136,6 @@ def cast_around(model: nn.Module, blocks: Sequence[nn.Module], compute: str) -> 
         module.register_forward_pre_hook(inputs, with_kwargs=True)
     if compute != "fp64":
         model.register_forward_hook(outputs)
-
-
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested containers."""
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 @contextmanager

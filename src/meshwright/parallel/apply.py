@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ import torch.nn as nn
 
 from meshwright.models.anatomy import parameters_in_order, repeated_blocks
 from meshwright.models.built import Fill
+from meshwright.models.casting import COMPUTE_DTYPES
 from meshwright.parallel.ddp import apply_ddp
 from meshwright.parallel.entry import Entry, Parallel
 from meshwright.parallel.exact import ExactReplicas, ExactShards
@@ -28,13 +28,6 @@ from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.shards import ShardGradients
 from meshwright.parallel.units import Units, find_units
 from meshwright.spec.nearest import first_of
-
-COMPUTE_DTYPES: Final = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def _nobody(name: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 import torch.nn as nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
 
+from meshwright.models.casting import cast
 from meshwright.parallel.entry import Parallel
 
 
@@ -97,8 +97,3 @@ def cast_around(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtyp
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast what the model is called with to `dtype`, that of its masters."""
     model.register_forward_pre_hook(lambda module, *inputs: cast(inputs, dtype), with_kwargs=True)
-
-
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested containers."""
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -15,9 +15,10 @@ from meshwright.errors import DataError, SpecError
 from meshwright.models.anatomy import batch_norms, parameters_in_order
 from meshwright.models.build import adopt, begin_model, build_seed
 from meshwright.models.built import Built, fill_whole
+from meshwright.models.casting import COMPUTE_DTYPES
 from meshwright.models.hf_config import hf_vocab_size
 from meshwright.models.resolve import call_build, resolve_callable
-from meshwright.parallel.apply import COMPUTE_DTYPES, Spread, apply
+from meshwright.parallel.apply import Spread, apply
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
 from meshwright.spec.batch import lr_factor, plan_batch
