@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types contracts matrix chaos bench exactcost validate docs clean
+.PHONY: help setup demo test lint types contracts matrix chaos bench idle exactcost validate docs clean
 
 help:  ## print the verbs
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,8 +40,12 @@ matrix: setup  ## the big matrices, whole; writes docs/matrix.md
 chaos: setup  ## kill and stop ranks at many moments
 	$(RUN) -m pytest -q -m chaos
 
-bench: setup  ## meshwright beside hand-written DDP and FSDP2 loops, as ratios
+bench: setup  ## meshwright beside hand-written loops (DDP, FSDP2, DTensor's styles, torch's 1F1B), as ratios
 	$(RUN) bench/compare.py
+	$(RUN) bench/compare.py --layout tp2,pp2 --recipe bench/spread.toml
+
+idle: setup  ## how long the ranks of a pipeline wait, schedule by schedule, beside the formula (about 3 minutes)
+	$(RUN) bench/idle.py
 
 exactcost: setup  ## exact mode beside fast mode on 8 layouts: CPU, bytes sent, memory
 	$(RUN) bench/exact_cost.py

@@ -8,8 +8,9 @@ What is by hand: reading the data, DDP and FSDP2, accumulation, the weighted los
 saving. What comes from meshwright, so that both sides train the same thing: the model with its initial weights, the
 layout's word, and `permute`, the shuffling function, here called once before the loop, as one calls `torch.randperm`.
 
-ZeRO is FSDP2's `fully_shard` on each block and on the root, with the flags that make each stage (hand_fsdp.py). AdamW
-is the fused one everywhere: on DTensors it takes half the time of foreach.
+ZeRO is FSDP2's `fully_shard` on each block and on the root, with the flags that make each stage (hand_fsdp.py); tensor
+parallelism is torch's styles (hand_tp.py), a pipeline its 1F1B (hand_pp.py), each alone. AdamW is the fused one
+everywhere: on DTensors it takes half the time of foreach.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ def wrap(bare: torch.nn.Module, layout: Layout) -> torch.nn.Module:
         from hand_fsdp import cut  # one that trains without it does not pay for its imports
 
         return cut(bare, layout)
+    if layout.tp > 1:
+        from hand_tp import cut as cut_matrices
+
+        return cut_matrices(bare, layout)
     return DistributedDataParallel(bare, gradient_as_bucket_view=True) if layout.world_size > 1 else bare
 
 
@@ -84,29 +89,45 @@ def microbatch(model: torch.nn.Module, layout: Layout, last: bool) -> AbstractCo
         from hand_fsdp import announce
 
         announce(model, layout, last)
+    elif layout.tp > 1:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
     elif isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return nullcontext()
 
 
+def whole(x: Any) -> torch.Tensor:
+    """A number of a DTensor's is the same on every rank once it is whole."""
+    found: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return found
+
+
 def train(recipe: dict[str, Any], out: Path, layout: Layout) -> None:
-    rank, world = int(os.environ.get("RANK", 0)), layout.world_size
+    rank, world, dp = int(os.environ.get("RANK", 0)), layout.world_size, layout.dp_degree
     if world > 1:
         dist.init_process_group("gloo")
     seq_len, steps, seed = recipe["data"]["seq_len"], recipe["train"]["steps"], recipe["train"].get("seed", 0)
     batch, micro = recipe["batch"]["global_batch_size"], recipe["batch"]["microbatch_size"]
     peak, warmup = recipe["optimizer"]["lr"], recipe["schedule"]["warmup_steps"]
-    accumulation = batch // (world * micro)
+    accumulation = batch // (dp * micro)
 
     corpus = read_corpus()
     rows = (len(corpus) - 1) // seq_len
     # One epoch at most, which is all that the comparison needs.
     order = permute(np.arange(steps * batch), rows, f"order/{seed}/0")
-    mine = order.reshape(steps, world, accumulation, micro)[:, rank]
+    mine = order.reshape(steps, dp, accumulation, micro)[:, rank % dp]
     window = np.arange(seq_len + 1)
 
     bare = build_model(recipe, seed)
-    model = wrap(bare, layout)
+    if layout.pp > 1:
+        from hand_pp import Pipeline, clip
+
+        pipeline = Pipeline(bare, layout, accumulation)
+        bare = model = pipeline.part
+    else:
+        model, clip = wrap(bare, layout), torch.nn.utils.clip_grad_norm_
     parameters = list(bare.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=recipe["optimizer"]["weight_decay"], fused=True)
     log = (out / "metrics.jsonl").open("w", buffering=1) if rank == 0 else None
@@ -115,36 +136,37 @@ def train(recipe: dict[str, Any], out: Path, layout: Layout) -> None:
     for step in range(steps):
         picked = [torch.from_numpy(corpus[ids[:, None] * seq_len + window].astype(np.int64)) for ids in mine[step]]
         count = torch.tensor(float(sum(x[:, 1:].numel() for x in picked)))
-        if world > 1:
+        if dp > 1:
             dist.all_reduce(count)
-        total = torch.zeros(())
-        for i, x in enumerate(picked):
+        total = pipeline.step(picked, count) if layout.pp > 1 else torch.zeros(())
+        for i, x in enumerate(picked if layout.pp == 1 else ()):
             with microbatch(model, layout, last=i == accumulation - 1):
                 logits = model(x[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
-                (loss * (world / count)).backward()  # DDP and FSDP divide by world
-            total += loss.detach()
-        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, recipe["optimizer"]["max_grad_norm"])
+                (loss * (dp / count)).backward()  # DDP and FSDP divide by their ranks
+            total += whole(loss.detach())
+        norm = whole(clip(parameters, recipe["optimizer"]["max_grad_norm"]))
         lr = rate(step, steps, warmup, peak)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        if world > 1:
+        if layout.tp == 1 and world > 1:
             dist.all_reduce(total)
-        norm = norm.full_tensor() if layout.dp_shard > 1 else norm
         tokens += int(count)
         if log is not None:
             now = time.perf_counter()
             row = {"step": step + 1, "loss": (total / count).item(), "lr": lr, "grad_norm": norm.item()}
             log.write(json.dumps(row | {"tokens": tokens, "seconds": now - began}) + "\n")
 
-    if layout.dp_shard > 1:
+    if layout.dp_shard > 1 or layout.tp > 1:
         from hand_fsdp import save
 
         save(bare, optimizer, out / "last")
-    elif rank == 0:
-        torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, out / "last.pt")
+    elif rank == 0 or layout.pp > 1:
+        torch.save(
+            {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, out / f"last{rank}.pt"
+        )
     if world > 1:
         dist.destroy_process_group()
 
@@ -159,8 +181,12 @@ def fork(recipe: dict[str, Any], out: Path, layout: Layout) -> None:
 
     import torch.multiprocessing as mp
 
-    if layout.dp_shard > 1:
+    if layout.dp_shard > 1 or layout.tp > 1:
         import hand_fsdp  # noqa: F401 -- once, before the ranks are forked
+    if layout.tp > 1:
+        import hand_tp  # noqa: F401
+    if layout.pp > 1:
+        import hand_pp  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -34,7 +34,8 @@ def hand_forked(recipe: Path, out: Path, layout: Layout, steps: int) -> list[str
 
 def train_arguments(recipe: Path, out: Path, layout: Layout, steps: int, settings: Sequence[str] = ()) -> list[str]:
     """What `meshwright` is called with."""
-    degrees = [f"layout.{name}={getattr(layout, name)}" for name in ("dp_replicate", "dp_shard", "zero_stage")]
+    names = ("dp_replicate", "dp_shard", "zero_stage", "tp", "pp")
+    degrees = [f"layout.{name}={getattr(layout, name)}" for name in names]
     where = ["--nproc", str(layout.world_size), "--run-dir", str(out)]
     return ["train", str(recipe), *where, "--set", f"train.steps={steps}", *degrees, *settings]
 

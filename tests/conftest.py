@@ -1,4 +1,4 @@
-"""What all tests share: `run_ranks`, which runs a function on real gloo ranks (see ranks.py)."""
+"""What all tests share: real gloo ranks (ranks.py), and the real command without its start (cli/warm.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cli.warm import Bench, Result
 from ranks import RankPool
 
 
@@ -16,3 +17,11 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     pool = RankPool()
     yield pool.run
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def meshwright() -> Iterator[Callable[..., Result]]:
+    """`meshwright("train", "r.toml", cwd=folder)` runs the command and returns its code and what it printed."""
+    bench = Bench()
+    yield bench.call
+    bench.close()

@@ -297,6 +297,12 @@ class Step:
                 "with train.reduction exact, where a step whose gradients do not fit the grid is computed again.",
                 "Nearest: step.train(), with the loss function in setup().",
             )
+        if stepper.parallel.pipeline is not None:
+            raise SpecError(
+                "step.microbatches()",
+                f"with layout.pp {stepper.mesh.layout.pp}, where a schedule takes all microbatches of a step at once.",
+                "Nearest: step.train(), with the loss function in setup().",
+            )
         self._began, self._sums = time.perf_counter(), stepper.begin(self.number - 1)
         self._mine = take_step(self._stream, stepper.rules.batch)
         for microbatch in self._mine:
@@ -324,6 +330,7 @@ class Step:
             rule = f"has run {len(self._lives)} of its {len(self._mine)} microbatches on this rank."
             raise SpecError(f"step {self.number}", rule, "Each needs its backward before step.update().")
         stepper = self._inner.trainer.stepper
+        stepper.gradients.retry()  # sums over tp; never a second pass: a loop of one's own is refused in exact mode
         self._result = stepper.finish(self._sums, self._mine, [None], replay=False)
         self._inner.after(self._result, time.perf_counter() - self._began)
         return self._result

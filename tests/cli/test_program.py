@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.wrong import lay_out
+from cli.wrong import IMPATIENT, lay_out
 from meshwright import __version__
 from meshwright.cli.main import main
 from train.runs import rows, save_tiny, summary_of, tree_hash
@@ -157,8 +157,7 @@ def test_under_torchrun_a_mistake_is_said_once_a_node(meshwright, tmp_path) -> N
     for env in (second, only_rank):
         result = meshwright(*words, cwd=tmp_path, env=env, before=ended)
         assert (result.code, result.err) == (-signal.SIGTERM, "")
-    impatient = "import meshwright.streams as streams\nstreams._PATIENCE_S = 0.1"
-    result = meshwright(*words, cwd=tmp_path, env=second, before=impatient)
+    result = meshwright(*words, cwd=tmp_path, env=second, before=IMPATIENT)
     assert (result.code, result.err) == (2, first.err)
 
 

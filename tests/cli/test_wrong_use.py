@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cli.wrong import RECIPE, Wrong, check, lay_out, train
+from cli.wrong import IMPATIENT, RECIPE, Wrong, check, lay_out, train
 from train.runs import TINY_RECIPE, save_tiny, tree_hash
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
@@ -72,8 +72,8 @@ LAYOUTS = {
     "stage 0 cut": train("layout.zero_stage=0", "layout.dp_shard=2", says=("zero_stage", "is 0", "dp_shard = 2")),
     "stage 3 uncut": train("layout.zero_stage=3", says=("zero_stage", "is 3", "dp_shard = 1")),
     "no layout word": train("layout=zerox2", says=('layout "zerox2"', "zero")),
-    "tp": train("layout.tp=2", says=("layout tp2", "ZeRO", "Nearest: zero3x2")),
-    "pp": train("layout.pp=2", says=("layout pp2", "ZeRO", "Nearest: zero3x2")),
+    "tp": train("layout.tp=2", says=("layout.tp = 2", "how Linear is cut", "[layout.tensor]")),
+    "pp": train("layout.pp=2", says=("a pipeline of Linear", "is a chain", "layout.pp = 1")),
     "hf": train(
         "model.hf=gpt2",
         says=(
@@ -88,7 +88,9 @@ ENVIRONMENTS = {
     "rank alone": train(env={"RANK": "0"}, says=("RANK=0 is set and WORLD_SIZE is not", "torchrun")),
     "world alone": train(env={"WORLD_SIZE": "2"}, says=("WORLD_SIZE=2 is set and RANK is not",)),
     "local rank alone": train(env={"LOCAL_RANK": "0"}, says=("LOCAL_RANK=0 is set and RANK and WORLD_SIZE is not",)),
-    "rank too high": train(env={"RANK": "2", "WORLD_SIZE": "2", **MASTER}, says=("RANK=2 is not below WORLD_SIZE=2",)),
+    "rank too high": train(
+        env={"RANK": "2", "WORLD_SIZE": "2", **MASTER}, before=IMPATIENT, says=("RANK=2 is not below WORLD_SIZE=2",)
+    ),
     "rank a word": train(env={"RANK": "first", "WORLD_SIZE": "2"}, says=("RANK='first' is not an integer",)),
     "no meeting point": train(env={"RANK": "0", "WORLD_SIZE": "2"}, says=("MASTER_ADDR is not set", "2 ranks")),
     "no port": train(

@@ -201,5 +201,13 @@ def _exit_code(before: str) -> int:
     return code
 
 
+def script(path: Path, *words: str) -> str:
+    """Code for `before`: in the command's place, what `python PATH WORDS` does once torch is imported."""
+    return (
+        f"import runpy, sys\nsys.argv = {[str(path), *words]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\nraise SystemExit"
+    )
+
+
 Call = Callable[..., Result]
 Words = Sequence[str]

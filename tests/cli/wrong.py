@@ -94,6 +94,10 @@ def picky(groups, lr, colour): return torch.optim.SGD(groups, lr=lr)
 """
 
 
+IMPATIENT = "import meshwright.streams as streams\nstreams._PATIENCE_S = 0.1"
+"""For `before`: a rank that is not its node's first waits less for the first to say what is wrong."""
+
+
 @dataclass(frozen=True)
 class Wrong:
     """One mistake.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from meshwright.cost.candidate import Candidate
+from meshwright.cost.candidate import SCHEDULES, Candidate
 from meshwright.cost.engine import own_engine
 from meshwright.cost.quantities import Job
 from meshwright.cost.states import STATES
@@ -84,7 +84,8 @@ def random_job(draw: random.Random) -> Job:
 
 def random_candidate(draw: random.Random) -> Candidate:
     dp_shard = draw.choice([1, 2, 3, 8, 64])
-    pp = draw.choice([1, 2, 4, 7])
+    pp, schedule = draw.choice([1, 2, 4, 7]), draw.randint(0, 4)
+    chunks = 2 if SCHEDULES[schedule] == "zbv" else draw.choice([1, 2, 3])
     return Candidate(
         dp_replicate=draw.choice([1, 2, 5]),
         dp_shard=dp_shard,
@@ -93,8 +94,8 @@ def random_candidate(draw: random.Random) -> Candidate:
         pp=pp,
         cp=draw.choice([1, 1, 2]),
         ep=draw.choice([1, 1, 2, 8]),
-        chunks=draw.choice([1, 2, 3]) if pp > 1 else 1,
-        schedule=draw.randint(0, 4),
+        chunks=chunks if pp > 1 else 1,
+        schedule=schedule,
         microbatch_size=draw.choice([1, 2, 16]),
         num_microbatches=draw.choice([1, 3, 64]),
         recompute=draw.randint(0, 2),

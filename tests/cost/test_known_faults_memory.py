@@ -55,4 +55,6 @@ def test_b120_a_number_is_of_one_rank_so_tensor_parallelism_makes_it_smaller(nam
     """An activation buffer computed from the whole model was charged to each TP rank."""
     job = job_of(model_spec(find_model("llama-3-8b"), seq_len=4096, compute="bf16"))
     one, four = (term(job, Candidate(tp=tp, num_microbatches=64), name) for tp in (1, 4))
-    assert one / 4.01 <= four < one / 2.5, "what is whole on every rank (norms' outputs) is the smaller part"
+    # Parts of logits go through a cross-entropy of their own, which makes two tensors of their size and not three.
+    more = 1.5 if name == "logits_and_loss" else 1.0
+    assert one / 4.01 / more <= four < one / 2.5, "what is whole on every rank (norms' outputs) is the smaller part"

@@ -112,8 +112,11 @@ def decoder_job(draw: random.Random) -> Job:
         compute="bf16",
     )
     job = random_job(draw)
-    # More stages have more microbatches in flight, and hold the outputs of each: that alone may grow.
-    return replace(job, model=model, engine=replace(job.engine, keeps_outputs=False))
+    # More stages have more microbatches in flight, and hold the outputs of each: that alone may grow. So may the
+    # layers of a stage, where they are dealt out by cost and the head counts.
+    return replace(
+        job, model=model, engine=replace(job.engine, keeps_outputs=False, harvests=False, cuts_by_cost=False)
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8, 16, 32])

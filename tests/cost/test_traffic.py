@@ -63,11 +63,15 @@ def test_hsdp_sends_whole_weights_inside_and_shards_across() -> None:
     assert found["replicas"] == 2 * 4 * N / 4 * 1 / 2
 
 
-def test_tp_has_eight_collectives_a_layer_and_four_more_with_full_recompute() -> None:
+def test_tp_has_eight_collectives_a_layer_and_three_more_with_recompute() -> None:
+    """The last one of forward gives nothing that backward needs, unless it goes through a dropout."""
     stream = 2 * 2 * 1024 * 512  # bytes x samples x tokens x d_model
     one = Candidate(tp=4, microbatch_size=2, num_microbatches=3)
     assert sent(one)["tensor"] == (8 * 4 + 4) * stream * 3 / 4 * 3
-    assert sent(replace(one, recompute=2))["tensor"] == (12 * 4 + 4) * stream * 3 / 4 * 3
+    again = [replace(one, recompute=mode) for mode in (1, 2)]
+    assert [sent(one)["tensor"] for one in again] == [(11 * 4 + 4) * stream * 3 / 4 * 3] * 2
+    dropped = replace(MODEL, architecture=dict(MODEL.architecture) | {"dropout": 0.1})
+    assert sent(again[0], dropped)["tensor"] == (12 * 4 + 4) * stream * 3 / 4 * 3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.warm import script
+
 BENCH = Path(__file__).parents[2] / "bench"
 RECIPE = """
 [model]
@@ -43,6 +45,12 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def run_warm(meshwright, name: str, *words: str) -> None:
+    """The same, without the start of its interpreter and without what it prints."""
+    done = meshwright(cwd=BENCH, before=script(BENCH / name, *words), limit_s=120.0)
+    assert done.code == 0, done.err
+
+
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "recipe.toml"
@@ -61,10 +69,38 @@ def test_both_sides_are_the_same_training_and_every_ratio_is_a_number(recipe, la
         assert len(values) == 1 and math.isfinite(values[0]) and values[0] > 0, name
 
 
-def test_the_hand_written_loop_is_the_same_training_in_each_layout(recipe, tmp_path):
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_the_hand_written_loop_is_the_same_training_under_tp_and_pp(tmp_path, layout):
+    last, path = {}, tmp_path / "two.toml"
+    path.write_text(RECIPE.replace("n_kv_heads = 1", "n_kv_heads = 2").replace("n_layers = 1", "n_layers = 2"))
+    for word in ("ddp2", layout):
+        run("hand_loop.py", str(path), str(tmp_path / word), "--layout", word, "--steps", "8", "--fork")
+        last[word] = json.loads((tmp_path / word / "metrics.jsonl").read_text().splitlines()[-1])
+    # The fp32 sums of 4 microbatches, in other orders.
+    assert last[layout]["loss"] == pytest.approx(last["ddp2"]["loss"], rel=1e-5)
+    assert last[layout]["grad_norm"] == pytest.approx(last["ddp2"]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.matrix
+def test_the_idle_share_of_each_schedule_is_measured():
+    """The order of the schedules is right, and none waits less than its formula says.
+
+    Measured is above the formula by what a message and Python take of a pass of 80 ms, some ms; below it only by the
+    clock's reading, far under 0.01. What other programs do on the machine only adds.
+    """
+    arguments = ["--pp", "4", "--steps", "2", "--json"]
+    rows = {row["schedule"]: row for row in json.loads(run("idle.py", *arguments))}
+    for row in rows.values():
+        assert row["measured"] > row["expected"] - 0.01, row
+    assert rows["zbv"]["measured"] < rows["interleaved1f1b"]["measured"] < rows["1f1b"]["measured"]
+
+
+def test_the_hand_written_loop_is_the_same_training_in_each_layout(meshwright, recipe, tmp_path):
     last = {}
     for layout in ("zero2x2", "hsdp2x2z1"):
-        run("hand_loop.py", recipe, str(tmp_path / layout), "--layout", layout, "--steps", "8", "--fork")
+        words = (recipe, str(tmp_path / layout), "--layout", layout, "--steps", "8", "--fork")
+        run_warm(meshwright, "hand_loop.py", *words)
         last[layout] = json.loads((tmp_path / layout / "metrics.jsonl").read_text().splitlines()[-1])
     for layout, row in last.items():
         # The fp32 sums of 4 microbatches, in other orders.
@@ -72,8 +108,8 @@ def test_the_hand_written_loop_is_the_same_training_in_each_layout(recipe, tmp_p
         assert row["grad_norm"] == pytest.approx(last["zero2x2"]["grad_norm"], rel=1e-4), layout
 
 
-def test_the_bytes_counted_are_those_of_the_textbook(recipe, tmp_path):
-    run("count_bytes.py", recipe, str(tmp_path / "out"), "--layouts", "ddp2,zero3x2")
+def test_the_bytes_counted_are_those_of_the_textbook(meshwright, recipe, tmp_path):
+    run_warm(meshwright, "count_bytes.py", recipe, str(tmp_path / "out"), "--layouts", "ddp2,zero3x2")
     found = json.loads((tmp_path / "out" / "bytes.json").read_text())
     root, block = 2 * 256 * 16 + 16, 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16
     microbatches, share = 2, 0.5  # of each rank; (n - 1) / n

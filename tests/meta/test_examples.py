@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.warm import Call, script
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 HERE = Path(sys.executable).parent
@@ -24,23 +26,45 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def own_module(*words: str) -> list[float]:
-    out = run(sys.executable, "examples/own_module.py", "--steps", "20", *words)
+def run_warm(meshwright: Call, name: str, *words: str) -> str:
+    """The same for an example, without the start of its interpreter."""
+    done = meshwright(cwd=ROOT, before=script(EXAMPLES / name, *words), limit_s=120.0)
+    assert done.code == 0, done.out + done.err
+    assert "Traceback" not in done.err
+    return done.out
+
+
+def losses(out: str) -> list[float]:
     found = [float(text) for text in re.findall(r"loss (\d+\.\d+)", out)]
     assert len(found) == 3, out
     return found
 
 
-@pytest.mark.parametrize("words", [["--nproc", "2"], ["--nproc", "2", "--by-hand"]])
-def test_own_module_matches_one_process(words: list[str]) -> None:
-    single = own_module("--nproc", "1")
-    assert single[1] < single[0]
+OWN = ("own_module.py", "--steps", "20")
+
+
+@pytest.fixture(scope="module")
+def single(meshwright: Call) -> list[float]:
+    """Losses of examples/own_module.py on one process."""
+    found = losses(run_warm(meshwright, *OWN, "--nproc", "1"))
+    assert found[1] < found[0]
+    return found
+
+
+def test_own_module_matches_one_process(single: list[float]) -> None:
+    words = (sys.executable, "examples/own_module.py", "--steps", "20", "--nproc", "2")  # as a user starts it
     # printed to 6 decimals; fp32 sums over 2 ranks round differently by about 1e-7 a step
-    assert own_module(*words) == pytest.approx(single, rel=1e-4, abs=2e-6)
+    assert losses(run(*words)) == pytest.approx(single, rel=1e-4, abs=2e-6)
 
 
-def test_own_module_in_fp64_matches_to_every_printed_digit() -> None:
-    assert own_module("--nproc", "2", "--precision", "fp64") == own_module("--nproc", "1", "--precision", "fp64")
+def test_own_module_by_hand_matches_one_process(meshwright: Call, single: list[float]) -> None:
+    found = losses(run_warm(meshwright, *OWN, "--nproc", "2", "--by-hand"))
+    assert found == pytest.approx(single, rel=1e-4, abs=2e-6)  # as above
+
+
+def test_own_module_in_fp64_matches_to_every_printed_digit(meshwright: Call) -> None:
+    on_1, on_2 = (losses(run_warm(meshwright, *OWN, "--nproc", n, "--precision", "fp64")) for n in "12")
+    assert on_1 == on_2
 
 
 def test_own_module_runs_under_torchrun() -> None:
@@ -48,10 +72,11 @@ def test_own_module_runs_under_torchrun() -> None:
     assert out.count("step 10 ") == 1, "rank 0 alone speaks"
 
 
-def test_a_tiny_recipe_trains_and_its_model_writes(tmp_path: Path) -> None:
-    out = run("meshwright", "train", "recipes/tiny.toml", "--nproc", "2", "--run-dir", str(tmp_path / "run"))
-    assert "done: step 20 of 20" in out
-    text = run(sys.executable, "examples/generate_text.py", str(tmp_path / "run"), "--prompt", "def ", "--tokens", "20")
+def test_a_tiny_recipe_trains_and_its_model_writes(meshwright: Call, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    done = meshwright("train", "recipes/tiny.toml", "--nproc", "2", "--run-dir", folder, cwd=ROOT)
+    assert done.code == 0 and "done: step 20 of 20" in done.out, done.err
+    text = run_warm(meshwright, "generate_text.py", folder, "--prompt", "def ", "--tokens", "20")
     assert text.startswith("def ") and len(text) > 20
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 LATER = {
-    "pipelines and context parallelism are not run yet": "B007 B008 B012 B084 B092 B101 B124 B126 B127 B140",
+    "context parallelism is not run yet": "B012",
     "nothing is chosen by trial runs": "B121 B122",
     "no helper process saves in the background yet": "B068",
 }

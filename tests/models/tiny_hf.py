@@ -60,7 +60,7 @@ def write_model(
     folder: Path, name: str, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
     """A folder with config and weights; `shard` is the largest size of a file."""
-    drawn(write_config(folder, name)).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    drawn(write_config(folder, name, **changes)).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 

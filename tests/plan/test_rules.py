@@ -44,7 +44,6 @@ def schedule(name: str) -> int:
 CASES = [
     ("devices", with_(dp_shard=64, num_microbatches=1), "64 ranks", "zero3x32"),
     ("tp-heads", with_(tp=3), "3 does not divide the 32 query heads", "tp 2 or 4"),
-    ("tp-kv-heads", with_(tp=16, dp_shard=2, num_microbatches=32), "fewer key and value heads than tp ranks", "tp 8"),
     ("pp-layers", with_(PIPELINE, pp=8, chunks=6, schedule=2), "48 parts, and the model has 32 layers", "pp 4"),
     ("ep-experts", with_(ep=2), "the 0 experts", "ep 1"),
     ("cp-sequence", with_(cp=3, dp_shard=1, zero_stage=0), "2 x cp 3 does not divide seq_len 4096", "cp 2 or 4"),
@@ -54,7 +53,7 @@ CASES = [
     ("pp-microbatches", with_(PIPELINE, num_microbatches=2, microbatch_size=16), "at least 4 microbatches", "gpipe"),
     ("pp-rounds", with_(PIPELINE, schedule=2, chunks=2, num_microbatches=2, microbatch_size=16), "rounds of", "1f1b"),
     ("zero-bubble-zero3", with_(PIPELINE, zero_stage=3, schedule=schedule("zbv"), chunks=2), "wrong gradients", "1f1b"),
-    ("zbv-ddp", with_(REPLICAS, schedule=schedule("zbv"), chunks=2), "DDP", "zero1x2"),
+    ("pp-sync", with_(PIPELINE, sync_every=1), "sync is every with pp 4", "sync last"),
 ]  # fmt: skip
 
 
@@ -70,6 +69,7 @@ def test_a_broken_rule_is_named_with_its_numbers_and_what_works(name, one, becau
 def test_what_breaks_no_rule_is_legal() -> None:
     assert broken(setting_of(), SOUND) is None
     assert broken(setting_of(), PIPELINE) is None
+    assert broken(setting_of(), with_(REPLICAS, schedule=schedule("zbv"), chunks=2)) is None  # no DDP reducer there
     assert broken(setting_of(), Candidate(num_microbatches=64)) is None
 
 
@@ -79,11 +79,29 @@ def test_tp_needs_heads_that_are_known() -> None:
     assert "tp 1" in BY_NAME["tp-known"].nearest(setting, with_(tp=2))
 
 
-def test_tp_divides_the_hidden_units_and_the_sequence() -> None:
-    odd = replace(MODEL, architecture={"d_ff": 100})
-    assert broken(setting_of(odd), with_(tp=8)) == "tp-width"
-    assert "100 hidden units" in BY_NAME["tp-width"].because(setting_of(odd), with_(tp=8))
+def test_tp_divides_the_sequence_and_neither_the_hidden_units_nor_the_vocabulary() -> None:
+    odd = replace(MODEL, architecture={"d_ff": 101}, vocab_size=50257)
+    assert broken(setting_of(odd), with_(tp=8)) is None
     assert broken(setting_of(replace(MODEL, seq_len=1025)), with_(tp=2)) == "tp-sequence"
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "legal"), [(1, [1, 2, 4, 8]), (2, [1, 2, 4, 8]), (3, [1]), (6, [1, 2]), (8, [1, 2, 4, 8])]
+)
+def test_a_head_of_keys_is_shared_by_whole_numbers_of_ranks(n_kv_heads: int, legal: list[int]) -> None:
+    setting = setting_of(dense(n_heads=24 if n_kv_heads in (3, 6) else 32, n_kv_heads=n_kv_heads, d_model=3072))
+    assert legal_tp(setting) == (legal if n_kv_heads != 3 else [1]), n_kv_heads
+    for tp in (2, 4, 8):
+        assert (broken(setting, with_(tp=tp)) is None) == (tp in legal_tp(setting))
+    if n_kv_heads == 3:
+        assert broken(setting, with_(tp=2)) == "tp-kv-heads"
+        assert "2 does not divide the 3 key and value heads" in BY_NAME["tp-kv-heads"].because(setting, with_(tp=2))
+
+
+def test_tp_needs_an_optimizer_that_is_elementwise() -> None:
+    setting = replace(setting_of(), elementwise=False)
+    assert broken(setting, with_(tp=2)) == "tp-optimizer"
+    assert broken(setting, SOUND) is None and legal_tp(setting) == [1]
 
 
 def test_tp_stays_on_the_fast_link() -> None:
@@ -132,8 +150,7 @@ def by_hand(setting: Setting, one: Candidate) -> str | None:
         ("devices", one.world_size > setting.num_devices),
         ("tp-known", one.tp > 1 and not model.n_heads),
         ("tp-heads", one.tp > 1 and model.n_heads % one.tp),
-        ("tp-kv-heads", one.tp > 1 and model.n_kv_heads % one.tp),
-        ("tp-width", one.tp > 1 and model.architecture["d_ff"] % one.tp),
+        ("tp-kv-heads", one.tp > 1 and model.n_kv_heads % one.tp and one.tp % model.n_kv_heads),
         ("tp-sequence", one.tp > 1 and model.seq_len % (one.tp * one.cp)),
         ("tp-node", one.tp > node or node % one.tp),
         ("pp-layers", one.pp > 1 and one.pp * one.chunks > model.n_layers),
@@ -146,8 +163,8 @@ def by_hand(setting: Setting, one: Candidate) -> str | None:
         ("microbatch", batch % (dp * one.microbatch_size)),
         ("pp-microbatches", one.pp > 1 and name == "1f1b" and one.num_microbatches < one.pp),
         ("pp-rounds", one.pp > 1 and name.startswith("interleaved") and one.num_microbatches % one.pp),
+        ("pp-sync", one.pp > 1 and one.sync_every),
         ("zero-bubble-zero3", one.pp > 1 and name in ("interleaved-zero-bubble", "zbv") and one.zero_stage == 3),
-        ("zbv-ddp", one.pp > 1 and name == "zbv" and one.zero_stage == 0 and one.dp_replicate > 1),
     )
     return next((rule for rule, breaks in checks if breaks), None)
 
@@ -157,6 +174,7 @@ CANDIDATES = st.builds(
     Candidate,
     dp_replicate=SMALL, dp_shard=SMALL, zero_stage=st.integers(1, 3), tp=SMALL, pp=SMALL, cp=SMALL, ep=SMALL,
     chunks=st.integers(1, 4), schedule=st.integers(0, 4), microbatch_size=SMALL, num_microbatches=st.integers(1, 12),
+    sync_every=st.integers(0, 1),
 ).map(lambda one: one if one.dp_shard > 1 else replace(one, zero_stage=0))  # fmt: skip
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from meshwright.cost.candidate import Candidate
 from meshwright.errors import SpecError
+from meshwright.plan.forecast import candidate_of
 from meshwright.plan.save import planned_recipe, reference_section
 from meshwright.plan.search import runs
 from meshwright.spec.catalogue import decoder_of_shape, find_model
@@ -35,7 +34,7 @@ CHOICES = [
     Candidate(dp_shard=4, zero_stage=1, microbatch_size=2, num_microbatches=8, recompute=1),
     Candidate(dp_shard=4, zero_stage=3, num_microbatches=16, sync_every=1, recompute=2),
     Candidate(dp_shard=4, zero_stage=3, num_microbatches=16),
-    Candidate(dp_replicate=2, dp_shard=4, zero_stage=2, tp=2, pp=2, schedule=2, num_microbatches=8, sync_every=1),
+    Candidate(dp_replicate=2, dp_shard=4, zero_stage=2, tp=2, pp=2, schedule=2, chunks=2, num_microbatches=8),
 ]
 
 
@@ -45,9 +44,10 @@ def test_a_saved_choice_loads_as_what_was_chosen(one: Candidate) -> None:
     assert resolve(saved.layout, None) == one.layout
     assert saved.batch.microbatch_size == one.microbatch_size
     assert saved.train.recompute == ("none", "selective", "full")[one.recompute]
-    sync = saved.train.sync or ("every" if one.zero_stage >= 2 else "last")
+    sync = saved.train.sync or ("every" if one.zero_stage >= 2 and one.pp == 1 else "last")
     assert one.num_microbatches == 1 or sync == ("every" if one.sync_every else "last")
-    assert one.pp == 1 or saved.layout.pp_schedule == "interleaved1f1b"
+    assert one.pp == 1 or (saved.layout.pp_schedule, saved.layout.pp_chunks) == ("interleaved1f1b", 2)
+    assert candidate_of(saved, one.layout) == one
 
 
 def test_what_the_choice_does_not_decide_stays_as_it_was() -> None:
@@ -80,7 +80,7 @@ def test_what_is_said_to_run_is_what_training_accepts() -> None:
 
     others = [Candidate(tp=2), Candidate(pp=2, num_microbatches=4), Candidate(dp_shard=2, zero_stage=3, tp=2)]
     for one in [*CHOICES, *others]:
-        recipe = planned_recipe(RECIPE, replace(one, chunks=1))
+        recipe = planned_recipe(RECIPE, one)
         try:
             require_runnable(recipe, one.layout)
             accepted = True

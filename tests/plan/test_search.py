@@ -38,13 +38,12 @@ def key_by_hand(setting: Setting, one: Candidate, runs_first: bool) -> tuple[flo
     fits, reserved = int(memory.fits[0]), float(memory.reserved_bytes[0])
     price = float(price_s(setting.job, setting.cluster, one, traffic(setting.job, one))[0])
     planned = one.cp > 1 or one.ep > 1 or one.offload > 0
-    is_run = one.tp == one.pp == 1 and not planned
     hybrid = one.dp_replicate > 1 and one.dp_shard > 1
     rung = 5 if one.pp > 1 else 4 if one.tp > 1 else 3 if hybrid else one.zero_stage
     axes = (one.dp_replicate, one.dp_shard, one.tp, one.pp, one.chunks)
     return (
         0.0 if fits else reserved,
-        runs_first and not is_run,
+        runs_first and planned,
         planned,
         2 - fits,
         rung + 10 * (one.recompute == 2),
@@ -116,12 +115,10 @@ def test_first_of_a_mask_is_the_least_key_of_it() -> None:
 
 
 def test_a_start_takes_what_is_run_even_where_it_is_tight() -> None:
-    model = dense()
-    setting = Setting(job=job_of(model, gigabytes=40.0), cluster=cluster_of(1))
-    plain, start = found_for(setting), found_for(setting, runs_first=True)
-    assert not runs(plain.columns.at(int(plain.ranking()[0])))
-    first = start.columns.at(int(start.ranking()[0]))
-    assert runs(first) and start.memory.fits[start.ranking()[0]] > 0
+    setting = Setting(job=job_of(dense(), gigabytes=40.0), cluster=cluster_of(1))
+    for found in (found_for(setting), found_for(setting, runs_first=True)):
+        first = found.columns.at(int(found.ranking()[0]))
+        assert runs(first) and first.tp > 1 and found.memory.fits[found.ranking()[0]] > 0
 
 
 def test_what_is_planned_comes_after_all_else_that_fits() -> None:

@@ -90,7 +90,7 @@ def table_of(
     if model == "hf":
         table["model"] = {"hf": str(hf)}
     degrees = parse_layout(layout)
-    names = ("dp_replicate", "dp_shard", "zero_stage")
+    names = ("dp_replicate", "dp_shard", "zero_stage", "tp", "pp")
     table["layout"] = {name: getattr(degrees, name) for name in names}
     table["batch"] = {"global_batch_size": 24, "microbatch_size": 2}
     table["schedule"] = {"name": "cosine", "warmup_steps": 1}

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.models.digest import state_items
-from meshwright.parallel.leaves import local, whole
+from meshwright.parallel.leaves import whole
 from meshwright.spec.load import from_table
 from meshwright.train.trainer import Parts, Trainer
 
@@ -97,15 +96,20 @@ def record_of(trainer: Trainer) -> Record:
         record.rates.append(result.lr)
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
-    record.weights.update({n: whole(local(t), t).clone() for n, t in state_items(trainer.model)})
+    weights = {piece.name: piece.whole() for piece in trainer.state.weights()}
+    record.weights.update({name: tensor.clone() for name, tensor in weights.items() if tensor is not None})
     return record
 
 
 def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What the optimizer is given, whole; collective where ZeRO cuts."""
-    leaves = trainer.stepper.gradients.leaves
+    """What the optimizer is given, whole; on rank 0 alone where tp or pp cut. Collective where anything is cut."""
+    leaves, homes = trainer.stepper.gradients.leaves, trainer.state.homes
     parts = {leaf.name: (leaf.part(leaf.leaf.grad), leaf.parameter) for leaf in leaves if leaf.leaf.grad is not None}
-    return {name: whole(part, parameter).clone() for name, (part, parameter) in parts.items()}
+    if not homes.is_spread:
+        return {name: whole(part, parameter).clone() for name, (part, parameter) in parts.items()}
+    idle = trainer.stepper.idle
+    found = {name: homes.whole(name, *parts.get(name, (None, None))) for name in homes.homes if name not in idle}
+    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
 
 
 def joined_ids(ranks: list[Record]) -> list[list[int]]:

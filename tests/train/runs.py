@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from meshwright.parallel.entry import Spreading
+from meshwright.parallel.homes import homes_of
 from meshwright.parallel.leaves import Leaf
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.layout import Layout
 from meshwright.spec.load import from_table
 from meshwright.train.agree import Agreement
 from meshwright.train.checkpoint import save
@@ -69,8 +73,9 @@ def loaded_in(
 
 
 def gathered(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """Whole tensors by name; collective where they are cut."""
-    return {piece.name: piece.whole().clone() for piece in pieces}
+    """Whole tensors by name, under tp and pp on rank 0 alone; collective where they are cut."""
+    whole = {piece.name: piece.whole() for piece in pieces}
+    return {name: tensor.clone() for name, tensor in whole.items() if tensor is not None}
 
 
 def changed(table: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +140,13 @@ def tiny_state(value: float = 1.0) -> State:
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
-    return State(model, optimizer, [Leaf(name, parameter, parameter) for name, parameter in named])
+    return state_of(model, optimizer, [Leaf(name, parameter, parameter) for name, parameter in named])
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, leaves: list[Leaf]) -> State:
+    """Of a module on one process, which nothing has cut."""
+    alone = Mesh(Layout(), 0, torch.device("cpu"))
+    return State(model, optimizer, leaves, Spreading(homes=homes_of(model, alone)))
 
 
 def tiny_facts(recipe: Mapping[str, Any] = TINY_RECIPE) -> dict[str, Any]:

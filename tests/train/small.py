@@ -18,7 +18,7 @@ from meshwright.models.resolve import resolve_callable
 from meshwright.spec.load import from_table
 from meshwright.spec.schedule import lr_multiplier
 from meshwright.train.run import begin_run
-from train.parity import Record
+from train.parity import Record, train
 
 IGNORED = -100
 SLOTS, WIDTH, CLASSES = 7, 4, 5
@@ -115,6 +115,11 @@ def by_hand(
         record.rates.append(rate)
     record.weights.update({n: t.detach().clone() for n, t in sorted(model.state_dict().items())})
     return record
+
+
+def trained(world: Any, tables: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Several trainings, one after the other on the same ranks, which have to come together only once."""
+    return [train(world, table) for table in tables]
 
 
 def whole_run(world: Any, table: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:

@@ -30,11 +30,10 @@ from meshwright.spec.load import from_table, load
 from meshwright.spec.shape import resolve_shape
 from meshwright.train import checkpoint, stored
 from meshwright.train.run import begin_run
-from meshwright.train.state import State
 from meshwright.train.trainer import Parts
 from ranks import RanksFailed
 from train.parity import SEQ_LEN
-from train.runs import changed, run_in, save_tiny, small_table, steps_in, summary_of
+from train.runs import changed, run_in, save_tiny, small_table, state_of, steps_in, summary_of
 from train.test_resume_position import Numbers, matrix, squared_error
 
 
@@ -438,7 +437,7 @@ def test_loading_into_another_model_names_what_differs(tmp_path) -> None:
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=words):
             leaves = [Leaf(name, parameter, parameter) for name, parameter in model.named_parameters()]
-            checkpoint.load(found, State(model, optimizer, leaves))
+            checkpoint.load(found, state_of(model, optimizer, leaves))
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

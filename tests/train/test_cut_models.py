@@ -18,7 +18,7 @@ from meshwright.spec.load import from_table
 from meshwright.train.state import digest_of
 from meshwright.train.trainer import Trainer
 from train.parity import largest_distances, recipe_table, train
-from train.small import CLASSES, SLOTS, WIDTH, cross_entropy, small_table
+from train.small import CLASSES, SLOTS, WIDTH, cross_entropy, small_table, trained
 
 Batch = Mapping[str, torch.Tensor]
 BOUND = 1e-11
@@ -159,15 +159,14 @@ def table_of(model: str, stage: int, reduction: str = "fast", **changes: Any) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_cut_model_trains_as_in_one_process(run_ranks, model: str) -> None:
-    (single,) = run_ranks(1, train, table_of(model, 0))
-    for stage in (1, 3):
-        for record in run_ranks(2, train, table_of(model, stage)):
+    ((single, single_exact),) = run_ranks(1, trained, [table_of(model, 0), table_of(model, 0, "exact")])
+    tables = [table_of(model, 1), table_of(model, 3), table_of(model, 2, "exact")]
+    for *fast, exact in run_ranks(2, trained, tables):
+        for stage, record in zip((1, 3), fast, strict=True):
             far = largest_distances(record, single)
             assert all(x <= BOUND for x in far.values()), (stage, far)
-    (single,) = run_ranks(1, train, table_of(model, 0, "exact"))
-    for record in run_ranks(2, train, table_of(model, 2, "exact")):
-        assert (record.losses, record.norms) == (single.losses, single.norms)
-        assert all(torch.equal(record.weights[name], tensor) for name, tensor in single.weights.items())
+        assert (exact.losses, exact.norms) == (single_exact.losses, single_exact.norms)
+        assert all(torch.equal(exact.weights[name], tensor) for name, tensor in single_exact.weights.items())
 
 
 def test_the_order_of_calls_may_change_as_long_as_it_does_on_all_ranks(run_ranks) -> None:

@@ -27,6 +27,13 @@ from train.small import CLASSES, WIDTH, Points, small_table, whole_run
 
 LAYOUTS = ("single", "ddp2", "zero1x2", "zero2x3", "hsdp2x2")
 
+
+def on(*layouts: str) -> Any:
+    """One process and these in `make test`, all of LAYOUTS in `make matrix`; each is in the sample of some test."""
+    every = pytest.param(LAYOUTS, id="all", marks=pytest.mark.matrix)
+    return pytest.mark.parametrize("layouts", [pytest.param(("single", *layouts), id=" ".join(layouts)), every])
+
+
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -145,7 +152,7 @@ def problem_rank(text: str) -> str:
     return text.partition("rank ")[2].partition(",")[0]
 
 
-def on_all(run_ranks, model: str, steps: int, layouts: Sequence[str] = LAYOUTS, **changes: Any) -> dict[str, Any]:
+def on_all(run_ranks, model: str, steps: int, layouts: Sequence[str], **changes: Any) -> dict[str, Any]:
     """The outcome on one process, after all layouts have been found to agree with it."""
     first: dict[str, Any] = {}
     for layout in layouts:
@@ -158,8 +165,9 @@ def on_all(run_ranks, model: str, steps: int, layouts: Sequence[str] = LAYOUTS, 
     return first
 
 
-def test_gradients_of_1e12_and_1e_minus_12_in_different_parameters_are_both_kept(run_ranks) -> None:
-    found = on_all(run_ranks, "Steep", 3)
+@on("ddp2", "zero2x3")
+def test_gradients_of_1e12_and_1e_minus_12_in_different_parameters_are_both_kept(run_ranks, layouts) -> None:
+    found = on_all(run_ranks, "Steep", 3, layouts)
     assert found["said"] == []
     (fast,) = run_ranks(1, outcome, attacked("Steep", "single", 3, train={"reduction": "fast"}))
     for exact, plain in zip(found["gradients"], fast["gradients"], strict=True):
@@ -170,35 +178,50 @@ def test_gradients_of_1e12_and_1e_minus_12_in_different_parameters_are_both_kept
     )
 
 
-def test_gradients_too_far_apart_in_one_parameter_are_said_to_be_lost(run_ranks) -> None:
+@on("zero1x2", "zero2x3")
+def test_gradients_too_far_apart_in_one_parameter_are_said_to_be_lost(run_ranks, layouts) -> None:
     """2**80 between them: no sum in fp64 holds both. The answer is the same everywhere, and the user is told."""
-    found = on_all(run_ranks, "SteepWithin", 3)
+    found = on_all(run_ranks, "SteepWithin", 3, layouts)
     (line,) = found["said"]
     assert "rounded gradients to zero that fast mode would have kept: in step 1, up to 2 elements" in line
     assert f"of both, each more than 2**{RESOLUTION} below" in line
 
 
-def test_a_parameter_without_a_gradient_in_some_steps_is_left_alone_in_these(run_ranks) -> None:
-    found = on_all(run_ranks, "Sided", 4, optimizer={"weight_decay": 0.5})
+@on("ddp2", "zero2x3")
+def test_a_parameter_without_a_gradient_in_some_steps_is_left_alone_in_these(run_ranks, layouts) -> None:
+    found = on_all(run_ranks, "Sided", 4, layouts, optimizer={"weight_decay": 0.5})
     assert [("side.weight" in gradients) for gradients in found["gradients"]] == [False, True, False, True]
     assert found["idle"] == ["never.bias", "never.weight"]
     (again,) = [line for line in found["said"] if "side" in line]
     assert "step 2 is computed again: side.bias (and 1 more) has a gradient for the first time" in again
 
 
-@pytest.mark.parametrize(("on", "layouts"), [("stop", ("single", "ddp2", "zero3x3")), ("skip", LAYOUTS)])
-def test_nan_on_one_rank_stops_or_skips_everywhere_and_changes_nothing(run_ranks, on: str, layouts) -> None:
+@pytest.mark.parametrize(
+    ("action", "layouts"),
+    [
+        ("stop", ("single", "ddp2", "zero3x3")),
+        ("skip", ("single", "zero1x2", "hsdp2x2")),
+        pytest.param("skip", LAYOUTS, marks=pytest.mark.matrix),
+    ],
+)
+def test_nan_on_one_rank_stops_or_skips_everywhere_and_changes_nothing(run_ranks, action: str, layouts) -> None:
     """Sample 61 is in step 3, microbatch 6 of 12: another rank's on each layout."""
-    found = on_all(run_ranks, "Plain", 4, layouts, data={"bad": 61}, train={"on_nonfinite": on})
+    found = on_all(run_ranks, "Plain", 4, layouts, data={"bad": 61}, train={"on_nonfinite": action})
     steps, error, *_ = found["same"]
-    if on == "skip":
+    if action == "skip":
         assert [bool(skipped) for *_, skipped in steps] == [False, False, True, False] and not error
     else:
         assert "step 3: the loss is not finite (rank R, microbatch 6)" in error and len(steps) == 2
 
 
 @pytest.mark.parametrize(
-    ("factor", "layouts"), [(1e7, LAYOUTS), (1e-9, ("single", "zero3x2")), (1e30, ("single", "zero1x3"))]
+    ("factor", "layouts"),
+    [
+        (1e7, ("single", "ddp2", "zero2x3")),
+        pytest.param(1e7, LAYOUTS, marks=pytest.mark.matrix),
+        (1e-9, ("single", "zero3x2")),
+        (1e30, ("single", "zero1x3")),
+    ],
 )
 def test_a_step_that_leaves_the_grid_is_computed_again_alike_on_every_layout(run_ranks, factor, layouts) -> None:
     """In step 7 all gradients are `factor` times as large, in step 8 as before."""
@@ -289,7 +312,10 @@ def test_exact_and_fast_curves_agree_over_200_steps(run_ranks) -> None:
     assert far < 1e-5
 
 
-CHANGES = ("single", "zero3x2", "ddp2", "zero1x3", "hsdp2x2", "zero2x2", "zero3x4", "ddp3", "zero3x3")
+CHANGES = (
+    *("single", "zero3x2", "pp2", "ddp2", "zero3x2+pp2", "zero1x3", "hsdp2x2", "ddp2+pp2", "zero2x2", "zero3x4"),
+    *("zero1x3+pp2", "ddp3", "zero3x3"),
+)
 
 
 @pytest.mark.parametrize("changes", [CHANGES[1:4], pytest.param(CHANGES, marks=pytest.mark.matrix)], ids=len)

@@ -399,12 +399,12 @@ def drifting(world: Any, table: dict[str, Any], who: int) -> list[str]:
     trainer = Trainer(from_table(table), world)
     stream = trainer.stream(0, 2)
     trainer.stepper.step(stream)
-    require_equal_weights(trainer.model, world.world_size, "after a step")
+    require_equal_weights(trainer.model, trainer.mesh, "after a step")
     if world.rank == who:
         part = local(trainer.model.first.weight)
         part[0] = torch.nextafter(part[0], torch.full_like(part[0], math.inf))
     with pytest.raises(RankDisagreement) as caught:
-        require_equal_weights(trainer.model, world.world_size, "after a drift")
+        require_equal_weights(trainer.model, trainer.mesh, "after a drift")
     trainer.stepper.step(stream)  # all ranks are still in step with each other
     return str(caught.value)
 

@@ -80,7 +80,8 @@ def _model(
 def _not_run_yet(request: Request, chosen: Option) -> NoFeasibleLayout:
     return NoFeasibleLayout(
         f"{request.job.model.name} on {request.cluster.name}",
-        f"what fits is {chosen.word}, which this version plans and does not run yet.",
+        f"what fits is {chosen.word}{' with its optimizer offloaded' * (chosen.candidate.offload > 0)}, which this "
+        "version plans and does not run yet.",
         "Nearest: more devices, or devices with more memory (`meshwright plan` says how many).",
     )
 

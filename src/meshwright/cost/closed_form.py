@@ -68,7 +68,9 @@ def _facts(decoder: DecoderSpec) -> dict[str, int | float | str | bool | None]:
         "family": decoder.family,
         "head_dim": attention.head_dim,
         "d_ff": ff.d_ff,
+        "gated": ff.gated,
         "top_k": ff.top_k,
+        "dropout": decoder.dropout,
         "tied_embeddings": decoder.tied_embeddings,
         "active_parameters": decoder.active_parameters,
     }

@@ -25,6 +25,9 @@ class Engine:
         reduce_blocks: blocks whose reduce-scatter inputs live at once.
         regathers_norms: TP gathers a norm's output again in backward in place of keeping it whole.
         pipeline_keeps_gathered: with pipeline stages, ZeRO-3 does not free weights between microbatches.
+        harvests: with pipeline stages gradients are taken from the parameters after each backward pass, added up whole,
+            and reduced when the schedule is over; ZeRO-3 frees a block after its forward pass (parallel/harvest.py).
+        scatter_copies: of its input, that a reduce-scatter makes: gloo works on a clone.
         bucket_bytes: per parameter, of communication buckets besides the gradients (data parallelism).
         keeps_last_reduction: ZeRO holds the root's reduce-scatter input until the next microbatch's backward pass.
         exact: gradients are summed exactly: converted once they are whole, and squared in limbs for the norm.
@@ -32,6 +35,8 @@ class Engine:
         sequence_parallel: TP cuts the residual stream and the norms too.
         receives_all: a pipeline stage has a receive buffer for each microbatch (torch.distributed.pipelining).
         keeps_outputs: a stage keeps the outputs of the microbatches that are in flight.
+        cuts_by_cost: stages of a pipeline are cut by what layers and head cost (spec/stage_cut.py), as meshwright runs
+            them; else by the number of layers, as Megatron-LM's and torchtitan's are.
         keeps_logits: the last stage keeps the logits of all microbatches of a step.
         loss_cached_bytes: per logit, of freed blocks at the loss that nothing later fits into; reserved, not allocated.
         caches_transient: the same of one block's forward pass.
@@ -50,6 +55,7 @@ class Engine:
     reduce_blocks: float = 1.0
     regathers_norms: bool = False
     pipeline_keeps_gathered: bool = True
+    scatter_copies: float = 0.0
     bucket_bytes: float = 0.0
     keeps_last_reduction: bool = True
     exact: bool = False
@@ -57,6 +63,8 @@ class Engine:
     sequence_parallel: bool = True
     receives_all: bool = True
     keeps_outputs: bool = True
+    cuts_by_cost: bool = False
+    harvests: bool = False
     keeps_logits: bool = False
     loss_cached_bytes: float = 0.0
     caches_transient: bool = True
@@ -77,6 +85,8 @@ def own_engine(compute_bytes: int, *, exact: bool = False) -> Engine:
         compute_bytes=compute_bytes,
         reduce_bytes=8.0 if exact or compute_bytes == 8 else 4.0,
         exact=exact,
+        cuts_by_cost=True,
+        harvests=True,
         loss_cached_bytes=float(compute_bytes) if compute_bytes < 4 else 0.0,
     )
 
@@ -91,6 +101,9 @@ def process_engine(compute_bytes: int, *, exact: bool = False) -> Engine:
         compute_bytes=compute_bytes,
         reduce_bytes=8.0 if exact or compute_bytes == 8 else 4.0,
         exact=exact,
+        cuts_by_cost=True,
+        harvests=True,
+        scatter_copies=1.0,
         caches_transient=False,
         workspace_bytes=0.0,
         allocator_low=1.0,

@@ -9,17 +9,21 @@ import math
 from typing import Final, Literal
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate
+from meshwright.cost.logits import loss_kept, loss_now
 from meshwright.cost.memory import cached_bytes, estimate, outside_bytes, stages_of
 from meshwright.cost.quantities import Job, StageQuantities
 from meshwright.cost.terms import (
     MOMENTS,
     TERMS,
     Part,
+    activation_bytes,
     buffer_parts,
+    ending_bytes,
     gathered_parts,
     gradients_are_cut,
     moment_terms,
     passing_bytes,
+    staged_bytes,
 )
 from meshwright.spec.estimate import MemoryEstimate, Term
 from meshwright.spec.model_spec import Bytes
@@ -110,6 +114,8 @@ def _parameters(q: StageQuantities) -> str:
     text = f"{_n(states.parameter_bytes)} x {_share(q, not is_cut)}"
     frozen = float(q.frozen)
     group = f" / {_n(float(q.shard_group))}" if is_cut else ""
+    twin = float(q.twin)
+    text += f" + {_n(states.parameter_bytes)} x {_n(twin)}{group}" if twin else ""
     return f"{text} + {_n(states.frozen_bytes)} x {_n(frozen)}{group}" if frozen else text
 
 
@@ -127,11 +133,10 @@ def _activations(q: StageQuantities, moment: str) -> str:
         case "backward":
             return f"{sample} - {_n(float(q.after_kept))} + {_n(working)}"
         case "backward_end":
-            return f"{_n(kept)} + {_n(working)}"
-        case "reduction":
-            return _n(float(q.stream))
+            others = float(staged_bytes(q))
+            return f"{_n(float(ending_bytes(q)))} + {_n(working)}{f' + {_n(others)}' if others else ''}"
         case _:
-            return "0"
+            return _n(float(activation_bytes(q)[moment]))
 
 
 def _parts(parts: list[Part]) -> str:
@@ -143,13 +148,13 @@ def _parts(parts: list[Part]) -> str:
 def _loss(q: StageQuantities, moment: str) -> str:
     if moment in ("backward_end", "reduction", "update"):
         return "0"
-    waiting, kept = float(q.head_in_flight) - 1, float(q.loss("loss_kept"))
+    waiting, kept = float(q.head_in_flight) - 1, float(loss_kept(q))
     text = f"{_n(waiting)} x {_n(kept)}" if waiting and kept else ""
     if q.job.engine.keeps_logits and float(q.has_last) and q.columns.pp > 1:
         logits = q.bytes_of(Bytes(inner=float(q.job.engine.compute_bytes * q.job.model.vocab_size)))
         text += f"{' + ' if text else ''}{q.columns.num_microbatches} x {_n(float(logits))}"
-    peak = float(q.loss("loss_peak" if moment == "loss" else "loss_forward"))
-    if moment not in ("logits", "loss") or not peak:
+    peak = float(loss_now(q).get(moment, 0.0))
+    if not peak:
         return text or "0"
     logits = float(q.tokens) * q.job.model.vocab_size / q.columns.tp
     now = _n(peak)  # of a model without a vocabulary

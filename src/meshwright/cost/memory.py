@@ -15,6 +15,7 @@ allocator keeps their room (`transient = True` counts gradients only where they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.candidate import Column, Columns
-from meshwright.cost.quantities import Job, StageQuantities
-from meshwright.cost.stages import is_even, stage_tables
+from meshwright.cost.quantities import Job, StageQuantities, tables_of
+from meshwright.cost.stages import Stage
 from meshwright.cost.terms import MOMENTS, moment_terms
 from meshwright.spec.model_spec import Bytes
 
@@ -57,11 +58,10 @@ def stages_of(job: Job, columns: Columns) -> tuple[str, ...]:
     """The kinds of stage that can be the fullest."""
     if np.all(np.asarray(columns.pp) == 1):
         return ("first",)
-    alike = len(job.model.units) < 2 and bool(np.all(is_even(job.model, columns)))
-    return ("first", "last") if alike else ("first", "last", "middle")
+    return ("first", "last") if np.all(np.asarray(columns.pp) <= 2) else ("first", "last", "middle")
 
 
-def estimate(job: Job, columns: Columns, stages: tuple[str, ...] | None = None) -> Memory:
+def estimate(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) -> Memory:
     """Price candidates.
 
     Args:
@@ -69,7 +69,7 @@ def estimate(job: Job, columns: Columns, stages: tuple[str, ...] | None = None) 
         columns: the candidates.
         stages: of a pipeline, that are looked at; None for all that can be the fullest.
     """
-    tables, n = stage_tables(job.model), len(columns)
+    tables, n = tables_of(job), len(columns)
     sums, cached = [], []
     for stage in stages or stages_of(job, columns):
         q = StageQuantities(job, columns, stage, tables)

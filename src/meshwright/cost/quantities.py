@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Column, Columns
 from meshwright.cost.engine import Engine
-from meshwright.cost.stages import Content, Form, content, form_of, in_flight, layers_of_stage, stage_tables
+from meshwright.cost.stages import Content, Form, Stage, StageTables, content, form_of, in_flight
 from meshwright.cost.states import StateRecipe
 from meshwright.spec.model_spec import Bytes, ModelSpec
 
@@ -43,14 +43,34 @@ class Job:
         return self.model.seq_len
 
 
+def rows_part(rows: int, tp: Column) -> Column:
+    """The rows of the fullest tp rank over an even part of them, >= 1."""
+    return -(-rows // tp) * tp / max(rows, 1) if rows else 1.0
+
+
+def tables_of(job: Job) -> StageTables:
+    """What the stages of its model hold, as its program cuts them."""
+    return StageTables(job.model, job.engine.cuts_by_cost)
+
+
 @final
 class StageQuantities:
     """Counts of one kind of stage, for every candidate. Names as in research: N parameters, Nb block, Nr root."""
 
-    def __init__(self, job: Job, columns: Columns, stage: str, tables: dict[str, np.ndarray] | None = None) -> None:
+    def __init__(self, job: Job, columns: Columns, stage: Stage, tables: StageTables | None = None) -> None:
         self.job, self.columns, self.stage = job, columns, stage
-        layers = layers_of_stage(job.model, columns, stage)
-        self.content: Content = content((tables or stage_tables(job.model))[stage], layers)
+        self.content: Content = content((tables or tables_of(job)).rows(columns, stage))
+
+    @cached_property
+    def is_first(self) -> Column:
+        """Is it the first rank of the pipeline?"""
+        return np.asarray(self.columns.pp) * 0 + (self.stage in ("first", 0)) > 0
+
+    @cached_property
+    def is_last(self) -> Column:
+        """Is it the last rank of the pipeline?"""
+        pp = np.asarray(self.columns.pp)
+        return pp - 1 == self.stage if isinstance(self.stage, int) else pp * 0 + (self.stage == "last") > 0
 
     @cached_property
     def tokens(self) -> Column:
@@ -60,13 +80,13 @@ class StageQuantities:
     @cached_property
     def has_first(self) -> Column:
         """1 where this stage has the embedding."""
-        return 1 if self.stage == "first" else np.where(np.asarray(self.columns.pp) == 1, 1, 0)
+        return np.where(np.asarray(self.columns.pp) == 1, 1, self.is_first * 1)
 
     @cached_property
     def has_last(self) -> Column:
         """1 where this stage has the head and the loss: the last one, or the first of a V-shaped schedule."""
         is_v = np.asarray(self.columns.schedule) == V_SHAPED
-        is_here = np.where(is_v, self.stage == "first", self.stage == "last")
+        is_here = np.where(is_v, self.is_first, self.is_last)
         return np.where(np.asarray(self.columns.pp) == 1, 1, is_here * 1)
 
     @cached_property
@@ -75,15 +95,37 @@ class StageQuantities:
         model, tp = self.job.model, self.columns.tp
         head = model.embedding_parameters if model.tied else model.head_parameters
         at_head = head * self.has_last * (1 - self.has_first if model.tied else 1)
-        return (model.embedding_parameters * self.has_first + at_head) / tp + model.other_parameters * np.maximum(
-            self.has_last, self.has_first
-        )
+        tables = (model.embedding_parameters * self.has_first + at_head) / tp * rows_part(model.vocab_size, tp)
+        norm = model.other_parameters if model.other_parameters <= 2 * model.d_model else 2 * model.d_model
+        return tables + (model.other_parameters - norm) * self.has_first + norm * self.has_last
+
+    @cached_property
+    def twin(self) -> Column:
+        """Parameters of a tied table's second copy on the rank that has the first too, which no optimizer sees.
+
+        Exact sums round the gradient of each use by itself; the stages of a V have one copy each.
+        """
+        c, model = self.columns, self.job.model
+        apart = (np.asarray(c.pp) > 1) | ((np.asarray(c.zero_stage) > 0) & self.job.engine.exact)
+        both = self.has_first * self.has_last * (apart & model.tied & self.job.engine.harvests)
+        return model.embedding_parameters / c.tp * rows_part(model.vocab_size, c.tp) * both
 
     @cached_property
     def blocks(self) -> Column:
         """Parameters of this rank's blocks, experts apart."""
         one = self.content
-        return (one.parameters - one.expert - one.replicated) / self.columns.tp + one.replicated
+        cut = (one.parameters - one.expert - one.replicated) / self.columns.tp + one.replicated
+        return cut + one.layers * self.uneven
+
+    @cached_property
+    def uneven(self) -> Column:
+        """Parameters of a layer that the fullest tp rank has beyond an even part: shared heads, and hidden units."""
+        model, tp = self.job.model, self.columns.tp
+        facts = {name: model.architecture.get(name) for name in ("head_dim", "d_ff", "gated")}
+        head_dim, d_ff = (int(facts[name] or 0) for name in ("head_dim", "d_ff"))
+        shared = np.maximum(1 - model.n_kv_heads / tp, 0) * 2 * head_dim * model.d_model
+        hidden = (-(-d_ff // tp) - d_ff / tp) * model.d_model * (3 if facts["gated"] else 2)
+        return np.where(np.asarray(tp) > 1, shared + hidden * (model.n_experts == 0), 0.0)
 
     @cached_property
     def experts(self) -> Column:

@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 
 from meshwright.cost.candidate import Candidate, Column
-from meshwright.cost.memory import stages_of
 from meshwright.cost.quantities import Job, StageQuantities
 from meshwright.cost.terms import has_buckets, moment_terms
 from meshwright.spec.moments import AFTER, BACKWARD, BEFORE, BUFFERS, FORWARD, MOMENTS, UPDATE
@@ -23,19 +22,24 @@ SEEN_AT: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Which of the memory model's moments lie within each that is measured."""
 
+IN_A_PIPELINE: Final = {**SEEN_AT, BACKWARD: ("loss", "backward", "backward_end"), UPDATE: ("reduction", "update")}
+"""There gradients are reduced when the schedule is over."""
 
-def run_moments(job: Job, candidate: Candidate) -> dict[str, dict[str, int]]:
-    """Bytes of the fullest rank, by moment and term.
+
+def run_moments(job: Job, candidate: Candidate, rank: int | None = None) -> dict[str, dict[str, int]]:
+    """Bytes by moment and term.
 
     Args:
         job: with the engine of the device that it runs on.
         candidate: one layout with its knobs.
+        rank: of the pipeline, 0 .. pp - 1; None for the fullest at each moment.
     """
     found: dict[str, dict[str, int]] = {}
-    for stage in stages_of(job, candidate):
+    for stage in range(candidate.pp) if rank is None else (rank,):
         q = StageQuantities(job, candidate, stage)
         terms = {moment: _whole(row) for moment, row in moment_terms(q, transient=True).items()}
-        rows = {seen: max((terms[moment] for moment in among), key=_sum) for seen, among in SEEN_AT.items()}
+        seen_at = SEEN_AT if candidate.pp == 1 else IN_A_PIPELINE
+        rows = {seen: max((terms[moment] for moment in among), key=_sum) for seen, among in seen_at.items()}
         rows[BEFORE] = rows[AFTER] = _between(q, terms["update"])
         for moment in MOMENTS:
             row = rows[moment] | {BUFFERS: job.model.buffers}
@@ -46,9 +50,8 @@ def run_moments(job: Job, candidate: Candidate) -> dict[str, dict[str, int]]:
 
 def _between(q: StageQuantities, update: Mapping[str, int]) -> dict[str, int]:
     """Between steps there are weights and optimizer state, and the buckets of DDP, which hold its gradients."""
-    return {name: update[name] for name in ("parameters", "optimizer_state")} | {
-        "gradients": update["gradients"] if has_buckets(q) else 0
-    }
+    lasting = ("parameters", "optimizer_state", *(("activations",) if q.columns.pp > 1 else ()))  # receive buffers
+    return {name: update[name] for name in lasting} | {"gradients": update["gradients"] if has_buckets(q) else 0}
 
 
 def _whole(row: Mapping[str, Column]) -> dict[str, int]:

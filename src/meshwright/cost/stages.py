@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Column, Columns
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
+from meshwright.spec.stage_cut import StageWeights, stages_of, weigh
 
 STAGES: Final = ("first", "middle", "last")
 NUMBERS: Final = 4 + 4 * len(RECOMPUTE)
 """Of a layer, see `_row`."""
 
+KEY: Final = 1 << 16
+"""More than twice the chunks of a stage ever are."""
+
 Rows = NDArray[np.float64]
+
+Stage = str | int
+"""One of STAGES, or a rank of the pipeline, 0 .. pp - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,58 +68,95 @@ def _row(unit: UnitSpec) -> list[float]:
     return [float(unit.parameters), float(unit.expert), float(unit.replicated), float(unit.frozen), *numbers]
 
 
-def stage_tables(model: ModelSpec) -> dict[str, Rows]:
-    """For each kind of stage, what its n layers hold: (n_layers + 1, numbers of a layer), row n for n layers.
+@final
+class StageTables:
+    """What the ranks of every pipeline hold: sums over their layers, a row for each cut that was asked for."""
 
-    A stage in the middle is any run of n layers: of each number the largest that some run has.
-    """
-    rows = np.array([_row(unit) for unit in model.units] or [[0.0] * NUMBERS])
-    per_layer = np.repeat(rows, [unit.count for unit in model.units] or [1], axis=0)
-    sums = np.vstack([np.zeros(NUMBERS), np.cumsum(per_layer, axis=0)])
-    n = len(sums) - 1
-    last = sums[n] - sums[::-1]
-    if len(model.units) < 2:
-        return {"first": sums, "middle": sums, "last": last}
-    middle = np.stack([(sums[k:] - sums[: n + 1 - k]).max(axis=0) for k in range(n + 1)])
-    return {"first": sums, "middle": middle, "last": last}
+    def __init__(self, model: ModelSpec, by_cost: bool) -> None:
+        rows = np.array([_row(unit) for unit in model.units] or [[0.0] * NUMBERS])
+        per_layer = np.repeat(rows, [unit.count for unit in model.units] or [1], axis=0)
+        ones = np.full((len(per_layer), 1), float(bool(model.units)))
+        per_layer = np.hstack([ones, per_layer])
+        self._sums = np.vstack([np.zeros(NUMBERS + 1), np.cumsum(per_layer, axis=0)])
+        self._weighed = weights_of(model, by_cost)
 
+    def rows(self, columns: Columns, stage: Stage) -> Rows:
+        """(candidates, 1 + numbers of a layer): how many layers, then their sums; see `_row`.
 
-def is_even(model: ModelSpec, columns: Columns) -> NDArray[np.bool_]:
-    """Do the layers divide over all chunks?"""
-    return np.asarray(model.n_layers % np.asarray(columns.pp * columns.chunks) == 0)
-
-
-def layers_of_stage(model: ModelSpec, columns: Columns, stage: str) -> NDArray[np.int64]:
-    """Layers of a kind of stage, the fullest of its kind.
-
-    Where the layers divide, all stages have as many. Else embedding and head count as a layer each, and what then is
-    left goes to the stages in the middle (126 layers on 8 stages: 15, 16, ..., 16, 15).
-    """
-    v, n = columns.chunks, np.asarray(columns.pp * columns.chunks)
-    base, rest = np.divmod(model.n_layers + 2, n)
-    inner = base + (rest > 0)
-    spilt = (rest > n - 2) * 1  # more than the chunks in the middle can take
-    ends = {"first": base - 1, "last": base - 1 + spilt, "middle": inner}[stage]
-    others = (v - 1) * inner
-    if stage != "middle":  # a V-shaped schedule has both ends on the first rank, and none on the last
+        Args:
+            columns: the candidates.
+            stage: which rank of the pipeline; of the ranks in the middle, each number is that of the rank where it is
+                the largest.
+        """
         is_v = np.asarray(columns.schedule) == SCHEDULES.index("zbv")
-        ends = np.where(is_v, base - 1 if stage == "first" else inner, ends)
-        others = np.where(is_v & (stage == "first"), base - 1 + spilt, others)
-    uneven = np.where(n == 1, model.n_layers, np.minimum(ends + others, model.n_layers))
-    even = model.n_layers // np.asarray(columns.pp)
-    found: NDArray[np.int64] = np.maximum(np.where(is_even(model, columns), even, uneven), 0)
-    return found
+        keys = np.asarray(columns.pp) * KEY + np.asarray(columns.chunks) * 2 + (is_v & (np.asarray(columns.pp) > 1))
+        unique, place = np.unique(keys, return_inverse=True)
+        table = np.array([self._held(int(key) // KEY, int(key) % KEY // 2, bool(key % 2), stage) for key in unique])
+        found: Rows = table[place.reshape(np.shape(keys))]
+        return found
+
+    def _held(self, pp: int, chunks: int, is_v: bool, stage: Stage) -> Rows:
+        spans = spans_of_ranks(self._weighed, pp, chunks, is_v)
+        ranks = {"first": [0], "last": [pp - 1], "middle": list(range(1, pp - 1)) or [pp - 1]}
+        chosen = [stage] if isinstance(stage, int) else ranks[stage]
+        sums = [
+            sum((self._sums[one.stop] - self._sums[one.start] for one in spans[rank]), self._sums[0]) for rank in chosen
+        ]
+        largest: Rows = np.max(sums, axis=0)
+        return largest
 
 
-def content(table: Rows, layers: NDArray[Any]) -> Content:
-    """Read a table of `stage_tables` for each candidate's number of layers."""
-    rows = table[layers]
-    p, expert, replicated, frozen, *rest = np.moveaxis(rows, -1, 0)
+Weighed = tuple[tuple[tuple[int, int], ...], int | None]
+"""Parameters of a layer and how many such layers follow each other, run by run; parameters of the head's product, or
+None where layers are counted and not weighed."""
+
+
+def weights_of(model: ModelSpec, by_cost: bool = True) -> Weighed:
+    """What the cut of a model's layers depends on.
+
+    Args:
+        model: its layers and head.
+        by_cost: as `Engine.cuts_by_cost`.
+    """
+    head = model.embedding_parameters if model.tied else model.head_parameters
+    return tuple((unit.parameters, unit.count) for unit in model.units), head if by_cost else None
+
+
+@lru_cache(maxsize=1024)
+def spans_of_ranks(weighed: Weighed, pp: int, chunks: int, is_v: bool) -> tuple[tuple[range, ...], ...]:
+    """For each rank the layers of its chunks.
+
+    Args:
+        weighed: of the model.
+        pp: ranks of the pipeline.
+        chunks: of a rank.
+        is_v: the chunks run down and up again (zbv).
+    """
+    runs, head = weighed
+    layers = [parameters for parameters, count in runs for _ in range(count)]
+    if pp == 1 or not layers:
+        return ((range(len(layers)),),) * pp
+    num_stages = min(pp * chunks, len(layers))
+    weights = weigh(layers, 0, head, tied=False) if head is not None else _counted(len(layers), num_stages)
+    spans = weights.cut(num_stages)
+    named = [stages_of(rank, pp, chunks, "zbv" if is_v else "") for rank in range(pp)]
+    return tuple(tuple(spans[stage] for stage in mine if stage < len(spans)) for mine in named)
+
+
+def _counted(num_layers: int, num_stages: int) -> StageWeights:
+    """All layers alike; where they do not divide, embedding and head count as a layer each."""
+    ends = float(num_layers % num_stages > 0)
+    return StageWeights(layers=(1.0,) * num_layers, begin=ends, end=ends)
+
+
+def content(rows: Rows) -> Content:
+    """What each candidate's stage holds, from `StageTables.rows`."""
+    layers, p, expert, replicated, frozen, *rest = np.moveaxis(rows, -1, 0)
     forms = [Form(*rest[4 * i : 4 * i + 4]) for i in range(3)]
     return Content(layers, p, expert, replicated, frozen, (forms[0], forms[1], forms[2]))
 
 
-def in_flight(columns: Columns, stage: str) -> Column:
+def in_flight(columns: Columns, stage: Stage) -> Column:
     """Microbatches whose activations a stage keeps at once, in units of a whole stage.
 
         gpipe                    m
@@ -123,7 +168,8 @@ def in_flight(columns: Columns, stage: str) -> Column:
     2104.04473, section 2.2; Qi et al., arXiv 2401.10241 (B and W split) and 2405.15362 (V-shaped).
     """
     pp, v, m = columns.pp, columns.chunks, columns.num_microbatches
-    behind = {"first": pp - 1, "middle": np.maximum(pp - 2, 0), "last": pp * 0}[stage]
+    kinds = {"first": pp - 1, "middle": np.maximum(pp - 2, 0), "last": pp * 0}
+    behind = pp - 1 - stage if isinstance(stage, int) else kinds[stage]
     interleaved = ((v - 1) * pp + 2 * behind + 1) / np.maximum(v, 1)
     forms = {"gpipe": m, "1f1b": behind + 1, "zbv": pp, "zb-1p": pp, "zb-2p": 2 * pp}
     forms |= {"interleaved1f1b": interleaved, "interleaved-zero-bubble": interleaved}

@@ -10,9 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from meshwright.cost.candidate import Column
+from meshwright.cost.candidate import SCHEDULES, Column
+from meshwright.cost.logits import loss_bytes, loss_kept
 from meshwright.cost.quantities import StageQuantities
-from meshwright.spec.model_spec import Bytes
+from meshwright.spec.pipeline import SPLIT
 
 MOMENTS: Final = ("forward", "logits", "loss", "backward", "backward_end", "reduction", "update")
 TERMS: Final = (
@@ -28,6 +29,12 @@ TERMS: Final = (
 
 EXACT_PIECE: Final = 1 << 22
 """Elements that exact mode squares at once, in two fp64 limbs (parallel/exact.py)."""
+
+PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
+"""Schedules whose backward passes come in two."""
+
+BUCKET_BYTES: Final = 25 * 2**20
+"""Of gradients that a pipeline reduces at once (parallel/harvest.py)."""
 
 Part = tuple[Column, Column]
 """Bytes of an element, and how many elements there are."""
@@ -74,6 +81,21 @@ def _accumulates(q: StageQuantities) -> Column:
     return np.asarray(q.columns.num_microbatches) > 1
 
 
+def _harvests(q: StageQuantities) -> Column:
+    """Are gradients taken from the parameters after each backward pass of a pipeline?"""
+    return (np.asarray(q.columns.pp) > 1) & q.job.engine.harvests
+
+
+def _parts_backward(q: StageQuantities) -> Column:
+    """Do backward passes come in two, inputs first?"""
+    return _harvests(q) & np.isin(q.columns.schedule, PARTED)
+
+
+def _sums_early(q: StageQuantities) -> Column:
+    """Are there sums of gradients before the last forward pass of a step?"""
+    return np.asarray(q.columns.num_microbatches) > q.in_flight
+
+
 def _is_own(q: StageQuantities) -> bool:
     return q.job.states.cuts == "fsdp2"
 
@@ -83,7 +105,9 @@ def parameter_bytes(q: StageQuantities) -> Column:
     states = q.job.states
     is_cut = _stage_is(q, 1 if _is_own(q) else 3)
     trained = np.where(is_cut, q.cut(trained_only=True), q.parameters - q.frozen)
-    return states.parameter_bytes * trained + states.frozen_bytes * q.frozen / np.where(is_cut, q.shard_group, 1)
+    twin = q.twin / np.where(is_cut, q.shard_group, 1)
+    frozen = states.frozen_bytes * q.frozen / np.where(is_cut, q.shard_group, 1)
+    return states.parameter_bytes * (trained + twin) + frozen
 
 
 def optimizer_bytes(q: StageQuantities) -> Column:
@@ -111,7 +135,8 @@ def gradient_bytes(q: StageQuantities) -> Column:
 def has_buckets(q: StageQuantities) -> Column:
     """Does DDP hold gradients in its buckets, which stay from step to step? Exact mode sums by itself."""
     c = q.columns
-    return (np.asarray(c.zero_stage) == 0) & (np.asarray(c.dp_replicate) > 1) & (not q.job.engine.exact)
+    reduces = (np.asarray(c.zero_stage) == 0) & (np.asarray(c.dp_replicate) > 1) & (not q.job.engine.exact)
+    return reduces & ~_harvests(q)
 
 
 def has_copies(q: StageQuantities) -> Column:
@@ -137,6 +162,11 @@ def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column
     reduced = final_bytes * np.where(
         _stage_is(q, 1 if _is_own(q) else 2), q.cut(trained_only=True), q.parameters - q.frozen
     )
+    # A pipeline sums whole; with ZeRO these sums are a buffer, and parts come of them at the very end.
+    staged, cut = _harvests(q), _stage_is(q, 1)
+    piped = np.where(cut, 0.0, full * _sums_early(q))
+    early, begun = np.where(staged, piped, early), np.where(staged, piped, begun)
+    near_end = np.where(staged, np.where(cut, 0.0, full * _accumulates(q)), near_end)
     later = {"backward": begun, "backward_end": near_end, "reduction": full, "update": reduced}
     return dict.fromkeys(MOMENTS, early) | later
 
@@ -151,11 +181,18 @@ def gathered_parts(q: StageQuantities) -> Parts:
     keeps = (np.asarray(q.columns.pp) > 1) & engine.pipeline_keeps_gathered
     copies, whole = has_copies(q), (stage > 0) & (stage < 3) & _is_own(q)
     freed = (stage >= 3) & ~keeps
-    every = q.parameters * (copies | whole | ((stage >= 3) & keeps))
+    held = q.parameters + q.twin
+    every = held * (copies | whole | ((stage >= 3) & keeps))
+    # Of a pipeline's chunks one computes, and frees block by block; the others are as their backward passes left them.
+    frees = (stage >= 3) & keeps & engine.harvests
+    resting = 1 - 1 / np.asarray(q.columns.chunks)
 
-    def at(blocks: float, twice: Column = 0.0) -> list[Part]:
-        some = np.minimum(q.root + blocks * q.block, q.parameters) * freed
-        return [(c, every), (c, some), (c, q.block * twice)]
+    # A forward pass that follows a backward pass finds its blocks gathered, and nothing comes while they are freed.
+    def at(blocks: Column, twice: Column = 0.0) -> list[Part]:
+        few = q.root + q.twin + blocks * q.block
+        some = np.minimum(few, held) * freed
+        fewer = np.maximum(held - few, 0.0) * (1 - resting) * frees
+        return [(c, every - fewer), (c, some), (c, q.block * twice)]
 
     # In the first forward pass of a step the last block's weights are there twice: as they came, and in their places.
     twice = whole & ~_accumulates(q)
@@ -163,39 +200,78 @@ def gathered_parts(q: StageQuantities) -> Parts:
     ending = [(c, every * ~leaves), (c, (q.root + q.block) * leaves), at(engine.gathered_blocks)[1]]
     between = max(engine.gathered_blocks - 1, 0.0)
     return {
-        "forward": at(engine.gathered_blocks, twice),
+        "forward": at(np.where(frees & _sums_early(q), 1.0, engine.gathered_blocks), twice),
         "logits": at(between, twice),
         "loss": at(between),
         "backward": at(engine.gathered_blocks),
         "backward_end": ending,
-        "reduction": [(c, q.parameters * copies), (c, q.root * (freed | whole)),
-                      (c, q.parameters * ((stage >= 3) & keeps))],
+        "reduction": [(c, q.parameters * copies * ~_harvests(q)), (c, q.root * (freed | whole) * ~_harvests(q)),
+                      (c, q.parameters * ((stage >= 3) & keeps & (not engine.harvests)))],
         "update": [],
     }  # fmt: skip
 
 
 def activation_bytes(q: StageQuantities) -> dict[str, Column]:
     """What passes keep from forward to backward, and the working room of the block that computes."""
-    all_kept = q.in_flight * q.kept_by_blocks + q.ends_kept + passing_bytes(q)
+    passing = passing_bytes(q)
+    all_kept = q.in_flight * q.kept_by_blocks + q.ends_kept + passing
     none = 0.0 * q.kept_by_blocks
+    staged, received = staged_bytes(q), _harvests(q) * received_bytes(q)
     return {
         "forward": all_kept - q.after_kept + q.forward_peak,
         "logits": all_kept,
         "loss": all_kept,
         "backward": all_kept - q.after_kept + q.working,
-        "backward_end": q.kept_by_layer + q.working,  # of the step's last microbatch: the others are over
-        "reduction": none + q.stream,
-        "update": none,
+        "backward_end": ending_bytes(q) + q.working + staged,  # else the step's last microbatch: the others are over
+        "reduction": none + q.stream * ~_harvests(q) + received,
+        "update": none + received,
     }
+
+
+def ending_bytes(q: StageQuantities) -> Column:
+    """What a microbatch still keeps as its backward pass ends: its first block's.
+
+    Where backward passes come in two, those of weights read again what those of inputs have read: all of a chunk's.
+    """
+    return np.where(_parts_backward(q), q.kept_by_blocks / np.asarray(q.columns.chunks), q.kept_by_layer)
+
+
+def staged_bytes(q: StageQuantities) -> Column:
+    """What a pipeline holds of other microbatches as the first backward pass ends that adds to sums."""
+    before = q.in_flight - np.where(_sums_early(q), 1, 2)
+    others = np.maximum(before, 0) * (q.kept_by_blocks + q.bytes_of(q.job.model.before) * q.has_first)
+    others = others + np.maximum(q.head_in_flight - 2, 0) * (q.after_kept + loss_kept(q))
+    return _harvests(q) * (others + passing_bytes(q))
 
 
 def passing_bytes(q: StageQuantities) -> Column:
     """What a pipeline stage holds of its neighbours' microbatches: receive buffers both ways, and its own outputs."""
     engine, c = q.job.engine, q.columns
     is_cut = np.asarray(c.pp) > 1
+    if engine.harvests:
+        # What was received is what the first block of a chunk keeps: its buffer is counted, so its input is not.
+        # So is an output until its backward pass, which the last chunk has none of.
+        kept = q.in_flight * q.stream * (q.has_first - q.has_last)
+        return np.where(is_cut, received_bytes(q) + kept + returning_bytes(q), 0.0)
     received = 2 * c.num_microbatches * c.chunks * q.stream if engine.receives_all else 2 * q.stream
     sent = q.in_flight * q.stream * (1 - q.has_last) if engine.keeps_outputs else 0.0
     return np.where(is_cut, received + sent, 0.0)
+
+
+def returning_bytes(q: StageQuantities) -> Column:
+    """The gradient of a microbatch's input that is on its way back while the next one's forward pass runs."""
+    has_before = (np.asarray(q.columns.chunks) > 1) | (q.has_first == 0)
+    return _harvests(q) * q.stream * (has_before & _sums_early(q))
+
+
+def received_bytes(q: StageQuantities) -> Column:
+    """Buffers for what comes from the neighbours of each chunk, forward and back: one for each microbatch, for good.
+
+    torch.distributed.pipelining, stage.py: `_prepare_forward_infra` and `_prepare_backward_infra`.
+    """
+    c = q.columns
+    ways = 2 * c.chunks - q.has_first - q.has_last
+    return np.where(np.asarray(c.pp) > 1, ways * c.num_microbatches * q.stream, 0.0)
 
 
 def waiting_part(q: StageQuantities) -> Part:
@@ -205,7 +281,7 @@ def waiting_part(q: StageQuantities) -> Part:
     """
     engine, c = q.job.engine, q.columns
     waits = (np.asarray(c.pp) > 1) & engine.pipeline_keeps_gathered & _stage_is(q, 1)
-    at_once = np.where(np.asarray(c.num_microbatches) <= c.pp, c.chunks, 1)
+    at_once = np.where((np.asarray(c.num_microbatches) <= c.pp) & (not engine.harvests), c.chunks, 1)
     return engine.reduce_bytes, (q.parameters - q.frozen) / at_once * waits
 
 
@@ -235,22 +311,51 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
     moving = engine.reduce_bytes * engine.reduce_blocks
     buckets: Part = (engine.bucket_bytes, q.parameters * (np.asarray(q.columns.dp_replicate) > 1))
     waiting, head = waiting_part(q), head_part(q, transient)
-    early = [buckets, waiting, left_over_part(q), unviewed_part(q)]
+    soon = (waiting[0], waiting[1] * (_sums_early(q) | (not engine.harvests)))
+    early = [buckets, soon, left_over_part(q), unviewed_part(q)]
     # Of the last block nothing is reduced yet; of the one before it is, but the last one's activations are gone then.
     behind = np.maximum(moving - q.kept_by_layer / np.maximum(q.block, 1), 0.0)
     fresh = np.maximum(q.block - q.working / c, 0.0)  # a block's own gradients come as its working room goes
     converted = (q.parameters - q.frozen - q.block) * has_copies(q)
+    staged = _harvests(q)
     still = (is_cut | q.job.model.tied) & ~has_copies(q)
-    at_end = [buckets, waiting, (c, converted), (head[0], head[1] * still)]
+    summed_before = (waiting[0], waiting[1] * (_accumulates(q) | (not engine.harvests)))
+    # A chunk's own gradients, until they are taken; of one microbatch they are the sums.
+    made = (q.parameters - q.frozen + q.twin) / np.asarray(q.columns.chunks) - _still_to_come(q)
+    own = (c, np.maximum(made, 0.0) * staged)
+    at_end = [buckets, summed_before, own, (c, converted * ~staged), (head[0], head[1] * still * ~staged)]
+    moving_on = q.block * (is_cut & ~staged)
+    joins = staged & ((np.asarray(q.columns.dp_replicate) > 1) | (np.asarray(q.columns.dp_shard) > 1))
+    together = np.minimum(q.parameters, np.maximum(BUCKET_BYTES / max(engine.reduce_bytes, 1.0), q.largest))
+    bucket = together * (1 + engine.scatter_copies * is_cut) * joins
+    ends = tied_ends(q) / q.shard_group * staged  # summed once the buckets have been
     return {
         "forward": early,
         "logits": early,
         "loss": early,
-        "backward": [*early, head, (behind, q.block * is_cut), (c, fresh * is_cut)],
-        "backward_end": [*at_end, (moving, q.block * is_cut), (c, fresh * is_cut)],
-        "reduction": [buckets, waiting, (c + engine.reduce_bytes, q.root * is_cut)],
+        "backward": [*early, head, (behind, moving_on), (c, fresh * is_cut)],
+        "backward_end": [*at_end, (moving, moving_on), (c, fresh * (is_cut & ~staged))],
+        "reduction": [
+            buckets,
+            waiting,
+            (c + engine.reduce_bytes, q.root * (is_cut & ~staged)),
+            (engine.reduce_bytes, np.where(is_cut, bucket + ends, np.maximum(bucket, ends))),
+        ],
         "update": [update_part(q)],
     }
+
+
+def tied_ends(q: StageQuantities) -> Column:
+    """Parameters of a table that another rank of the pipeline has too; the stages of a V have both on one."""
+    c, model = q.columns, q.job.model
+    apart = (np.asarray(c.pp) > 1) & (np.asarray(c.schedule) != SCHEDULES.index("zbv")) & (q.is_first | q.is_last)
+    return model.embedding_parameters / c.tp * (apart & model.tied)
+
+
+def _still_to_come(q: StageQuantities) -> Column:
+    """Gradients that a stage's first block has yet to make while it needs the most room; its room goes as they come."""
+    room = np.maximum(q.kept_by_layer + q.working - q.stream, 0.0) / float(q.job.engine.compute_bytes)
+    return np.where(_parts_backward(q), 0.0, np.minimum(q.block + q.embedding, room))
 
 
 def update_part(q: StageQuantities) -> Part:
@@ -261,22 +366,3 @@ def update_part(q: StageQuantities) -> Part:
     is_cut = _stage_is(q, 1)
     largest = np.minimum(q.largest / q.shard_group, EXACT_PIECE)
     return np.where(is_cut, 16.0, 4.0), np.where(is_cut, largest, q.parameters - q.frozen)
-
-
-def loss_bytes(q: StageQuantities) -> dict[str, Column]:
-    """Logits and cross-entropy; of microbatches in flight, what they keep."""
-    waiting = (q.head_in_flight - 1) * q.loss("loss_kept")
-    if q.job.engine.keeps_logits:
-        logits = Bytes(inner=float(q.job.engine.compute_bytes * q.job.model.vocab_size))
-        is_cut = np.asarray(q.columns.pp) > 1
-        waiting = waiting + is_cut * q.columns.num_microbatches * q.bytes_of(logits) * q.has_last
-    none = 0.0 * waiting
-    return {
-        "forward": waiting,
-        "logits": waiting + q.loss("loss_forward"),
-        "loss": waiting + q.loss("loss_peak"),
-        "backward": waiting,
-        "backward_end": none,
-        "reduction": none,
-        "update": none,
-    }

@@ -7,9 +7,12 @@ microbatches, T tokens of one on this rank, c and r the bytes of a number gather
     data       stage 0     2 r Nt (G - 1) / G once, G = all data-parallel ranks (m times with sync = every)
                stages 1, 2 c N (D - 1) / D once; r Nt (D - 1) / D once, or m times with sync = every
                stage 3     as 2, but gathered in forward and backward of every microbatch: 2 m; what is in no block: m
+               pp > 1      gradients once; stage 3 gathers m + 1 times, as a block stays from its backward pass to the
+                           next forward pass, and what is in no block once
     replicas   HSDP        2 r Nt / D (R - 1) / R once
-    tensor     with SP, 4 collectives of c T h a layer and pass; backward has as many, full recompute 4 more
-    pipeline   c T h / tp a boundary and microbatch, and as much back
+    tensor     with SP, 4 collectives of c T h a layer and pass; backward has as many, recompute 3 more, or 4 if its
+               outputs are dropped out
+    pipeline   c T h / tp a boundary and microbatch, and as much back; r V h / (tp D) of a table tied over both ends
     context    (cp - 1) exchanges of keys and values; twice as many bytes in backward
     expert     tokens to their experts and back, in both passes
     host       offloaded optimizer state: gradients down, weights up
@@ -20,6 +23,7 @@ Sources: Patarasuk and Yuan 2009 (ring); Rajbhandari et al., arXiv 1910.02054, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -27,7 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
-from meshwright.cost.quantities import Job, StageQuantities
+from meshwright.cost.quantities import Job, StageQuantities, tables_of
+from meshwright.cost.stages import Stage, StageTables
+from meshwright.cost.terms import tied_ends
 from meshwright.spec.estimate import Term
 
 AXES: Final = ("data", "replicas", "tensor", "pipeline", "context", "expert", "host")
@@ -57,25 +63,41 @@ class Traffic:
     total_bytes: NDArray[np.float64]
 
 
-def traffic(job: Job, columns: Columns) -> Traffic:
+def traffic(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) -> Traffic:
     """What candidates send in a step.
 
     Args:
         job: what is trained.
         columns: the candidates.
+        stages: of a pipeline, that are looked at for the one that sends most; None for all that can be it.
     """
-    q, n = TrafficQuantities(job, columns), len(columns)
-    parts = tuple(np.broadcast_to(np.asarray(q.axis(name), np.float64), (n,)) for name in AXES)
-    return Traffic(parts, np.sum(parts, axis=0))
+    tables, rows = tables_of(job), np.arange(len(columns))
+    amounts = np.stack([_amounts(TrafficQuantities(job, columns, one, tables)) for one in stages or _kinds(columns)])
+    busiest = amounts.sum(axis=1).argmax(axis=0)
+    parts = amounts[busiest, :, rows].T  # (axes, candidates)
+    return Traffic(tuple(parts), parts.sum(axis=0))
 
 
 def explain_traffic(job: Job, candidate: Candidate) -> tuple[Term, ...]:
-    """What one candidate sends in a step: a term for each axis that sends anything."""
-    q = TrafficQuantities(job, candidate)
+    """What one candidate's busiest rank sends in a step: a term for each axis that sends anything."""
+    tables = tables_of(job)
+    each = [TrafficQuantities(job, candidate, one, tables) for one in _kinds(candidate)]
+    q = max(each, key=lambda one: float(_amounts(one).sum()))
     amounts = {name: float(q.axis(name)) for name in AXES}
     return tuple(
         Term(name, amount, "bytes", q.formula(name), SOURCES[name]) for name, amount in amounts.items() if amount
     )
+
+
+def _kinds(columns: Columns) -> tuple[Stage, ...]:
+    """The stages that can send most: the last has the head, the first maybe more layers, the middle two neighbours."""
+    most = int(np.max(columns.pp))
+    return ("last",) if most == 1 else ("last", "first") if most == 2 else ("last", "first", "middle")
+
+
+def _amounts(q: TrafficQuantities) -> NDArray[np.float64]:
+    """Bytes of every axis: (axes, candidates)."""
+    return np.stack([np.broadcast_to(np.asarray(q.axis(name), np.float64), (len(q.columns),)) for name in AXES])
 
 
 def ring(ranks: Column) -> Column:
@@ -85,11 +107,11 @@ def ring(ranks: Column) -> Column:
 
 @final
 class TrafficQuantities:
-    """Counts of the last stage, whose rank has the most parameters outside of blocks."""
+    """Counts of the ranks of one stage."""
 
-    def __init__(self, job: Job, columns: Columns) -> None:
+    def __init__(self, job: Job, columns: Columns, stage: Stage, tables: StageTables) -> None:
         self.job, self.columns = job, columns
-        self.stage = StageQuantities(job, columns, "last")
+        self.stage = StageQuantities(job, columns, stage, tables)
         is_ours = job.states.cuts == "fsdp2"
         self.gather_bytes = min(job.states.parameter_bytes, float(job.engine.compute_bytes))
         self.reduce_bytes = float(job.engine.reduce_bytes) if is_ours else job.states.gradient_bytes
@@ -102,14 +124,24 @@ class TrafficQuantities:
     @property
     def gathers(self) -> Column:
         """How often a step gathers a block."""
-        c, keeps = self.columns, self.job.engine.pipeline_keeps_gathered
-        often = np.where((np.asarray(c.pp) > 1) & keeps, 1, 2 * c.num_microbatches)
+        c, engine = self.columns, self.job.engine
+        # A stage's block is freed after each forward pass: whatever the order, m + 1 times are it not there.
+        staged = c.num_microbatches + 1 if engine.harvests else 1
+        often = np.where((np.asarray(c.pp) > 1) & engine.pipeline_keeps_gathered, staged, 2 * c.num_microbatches)
         return np.where(np.asarray(c.zero_stage) == 3, often, 1)
+
+    @property
+    def root_gathers(self) -> Column:
+        """How often a step gathers what is in no block: it stays until its backward pass, in a pipeline to the end."""
+        staged = (np.asarray(self.columns.pp) > 1) & self.job.engine.harvests
+        return np.where(staged, 1, np.maximum(self.gathers // 2, 1))
 
     @property
     def reductions(self) -> Column:
         """How often a step reduces a gradient."""
-        return np.where(np.asarray(self.columns.sync_every) == 1, self.columns.num_microbatches, 1)
+        c = self.columns
+        each = (np.asarray(c.sync_every) == 1) & ~((np.asarray(c.pp) > 1) & self.job.engine.harvests)
+        return np.where(each, c.num_microbatches, 1)
 
     def _data(self) -> Column:
         q, c = self.stage, self.columns
@@ -125,8 +157,7 @@ class TrafficQuantities:
         """Of some parameters: `copies` ranks hold them, whole or in `shards` parts; `root` of them are in no block."""
         trained = held - frozen
         whole = 2 * self.reduce_bytes * trained * ring(copies) * self.reductions
-        in_forward = np.maximum(self.gathers / 2, 1)  # what is in no block stays gathered until its backward pass
-        gathered = self.gather_bytes * ((held - root) * self.gathers + root * in_forward) * ring(shards)
+        gathered = self.gather_bytes * ((held - root) * self.gathers + root * self.root_gathers) * ring(shards)
         reduced = self.reduce_bytes * trained * ring(shards) * self.reductions
         return np.where(np.asarray(self.columns.zero_stage) == 0, whole, gathered + reduced)
 
@@ -150,21 +181,33 @@ class TrafficQuantities:
 
     @property
     def _collectives(self) -> Column:
-        """All-gathers and reduce-scatters of a microbatch: of its layers, and of embedding and head."""
-        q = self.stage
-        back = 4 + 2 * self.job.engine.regathers_norms
-        return q.content.layers * (4 * self.passes + back) + 2 * (q.has_first + q.has_last)
+        """All-gathers and reduce-scatters of a microbatch: of its layers, and of embedding and head.
+
+        Recompute ends with what backward needs: without dropout it leaves out the last reduce-scatter.
+        """
+        q, back = self.stage, 4 + 2 * self.job.engine.regathers_norms
+        again = 3 + bool(self.job.model.architecture.get("dropout"))
+        each = 4 + back + again * (np.asarray(self.columns.recompute) > 0)
+        return q.content.layers * each + 2 * (q.has_first + q.has_last)
 
     @property
     def sends(self) -> Column:
-        """Activations and gradients that the busiest stage sends on for a microbatch."""
-        c = self.columns
+        """Activations and gradients that the stage sends on for a microbatch; the ends of a V have two neighbours."""
+        q, c = self.stage, self.columns
         is_v = np.asarray(c.schedule) == SCHEDULES.index("zbv")
-        of_two = np.where(is_v, c.chunks, 2 * c.chunks - 1)
-        return np.select([np.asarray(c.pp) == 1, np.asarray(c.pp) == 2], [0, of_two], 2 * c.chunks)
+        at_end = np.where(is_v, c.chunks, 2 * c.chunks - 1)
+        is_end = q.is_first | q.is_last | (np.asarray(c.pp) == 2)
+        return np.where(np.asarray(c.pp) == 1, 0, np.where(is_end, at_end, 2 * c.chunks))
 
     def _pipeline(self) -> Column:
-        return self.sends * self.columns.num_microbatches * self._activation / self.columns.tp
+        return self.sends * self.columns.num_microbatches * self._activation / self.columns.tp + self._ends
+
+    @property
+    def _ends(self) -> Column:
+        """The gradient of a table that is tied over the first and the last stage: an all-reduce of the two's parts."""
+        q, of_ours = self.stage, self.job.engine.harvests
+        held = tied_ends(q) * of_ours / q.shard_group
+        return 2 * self.reduce_bytes * held * ring(2)
 
     def _context(self) -> Column:
         c = self.columns
@@ -218,7 +261,7 @@ class TrafficQuantities:
         if self.columns.zero_stage == 0:
             return f"all-reduce: 2 x {r} x {trained} x {_share(copies)} x {again}"
         often = int(self.gathers)
-        blocks = f"({_n(held - root)} x {often} + {_n(root)} x {often // 2})" if often > 1 else _n(held)
+        blocks = f"({_n(held - root)} x {often} + {_n(root)} x {int(self.root_gathers)})" if often > 1 else _n(held)
         text = f"gather: {_n(self.gather_bytes)} x {blocks} x {_share(shards)}"
         return f"{text} + reduce: {r} x {trained} x {_share(shards)} x {again}"
 
@@ -233,7 +276,8 @@ class TrafficQuantities:
 
     def _say_pipeline(self) -> str:
         c = self.columns
-        return f"{int(self.sends)} sends x {_n(self._activation)} / {c.tp} x {c.num_microbatches} microbatches"
+        ends = f" + tied table: {_n(self._ends)}" if float(self._ends) else ""
+        return f"{int(self.sends)} sends x {_n(self._activation)} / {c.tp} x {c.num_microbatches} microbatches{ends}"
 
     def _say_context(self) -> str:
         c = self.columns

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwright.errors import SpecError
 from meshwright.models.anatomy import parameters_in_order
-from meshwright.models.built import Built, cast_masters, fill_whole
+from meshwright.models.built import Built, Index, cast_masters, fill_whole
 from meshwright.models.gpt2 import Gpt2
 from meshwright.models.hf import build_hf
 from meshwright.models.init import initial_value
@@ -64,8 +64,8 @@ def _begin_reference(shape: DecoderShape, seed: int, dtype: torch.dtype) -> Buil
     model.to(dtype)
     shapes = {name: parameter.shape for name, parameter in parameters_in_order(model)}
 
-    def fill(name: str, part: torch.Tensor, rows: slice) -> None:
-        part.copy_(initial_value(name, shapes[name], seed, shape.n_layers)[rows])
+    def fill(name: str, part: torch.Tensor, index: Index) -> None:
+        part.copy_(initial_value(name, shapes[name], seed, shape.n_layers)[index])
 
     return Built(model, fill)
 

@@ -11,8 +11,11 @@ import torch.nn as nn
 
 from meshwright.models.anatomy import parameters_in_order
 
-Fill = Callable[[str, torch.Tensor, slice], None]
-"""fill(name, part, rows) writes these rows of a parameter into `part`; a tied one goes by the first of its names."""
+Index = tuple[slice, ...]
+"""A part of a tensor: one slice for each dimension, or for the first of them."""
+
+Fill = Callable[[str, torch.Tensor, Index], None]
+"""fill(name, part, index) writes that part of a parameter into `part`; a tied one goes by the first of its names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def fill_whole(built: Built) -> Built:
         return built
     for name, parameter in parameters_in_order(built.module):
         _become(parameter, torch.empty_like(parameter, device="cpu"))
-        built.fill(name, parameter.detach(), slice(None))
+        built.fill(name, parameter.detach(), ())
     return replace(built, fill=None)
 
 

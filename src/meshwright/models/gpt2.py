@@ -10,6 +10,7 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import final
 
 import torch
@@ -106,9 +107,21 @@ class Gpt2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (b, s) int64. Result: (b, s, v) logits; those at place i foretell the token at i + 1."""
+        return self.end(self.through(self.begin(tokens), self.blocks, tokens.size(1)))
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """What comes before the blocks: tokens (b, s) -> (b, s, d)."""
         places = torch.arange(tokens.size(1), device=tokens.device)  # (s,)
-        x = self.dropout(self.embedding(tokens) + self.positions(places))  # (b, s, d)
-        for block in self.blocks:
+        x: Tensor = self.dropout(self.embedding(tokens) + self.positions(places))
+        return x
+
+    def through(self, x: Tensor, blocks: Iterable[nn.Module], seq_len: int) -> Tensor:
+        """Some of the blocks: x and result (b, s, d), where s may be a part of the sequence of `seq_len` places."""
+        for block in blocks:
             x = block(x)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        """What comes after the blocks: x (b, s, d) -> logits (b, s, v)."""
         logits: Tensor = self.head(self.norm(x))
         return logits

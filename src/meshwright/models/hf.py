@@ -21,18 +21,17 @@ import torch
 import torch.nn as nn
 
 from meshwright.errors import CheckpointError, SpecError
-from meshwright.models.built import Built, cast_masters, parameters_on_meta
+from meshwright.models.built import Built, Index, cast_masters, parameters_on_meta
 from meshwright.models.hf_config import attempt, find_folder, quiet, read_config, vocab_size_of
 from meshwright.models.init import STD, generator
 from meshwright.models.resolve import seeded
 from meshwright.models.weights import (
     OF_ONE_MODEL,
-    WHOLE,
     Match,
     find_files,
     matched,
     read_headers,
-    read_rows,
+    read_part,
     require_same_shapes,
 )
 from meshwright.spec.nearest import first_of
@@ -156,17 +155,17 @@ def _translates(model: Any) -> bool:
 def _fill_buffers(model: nn.Module, match: Match) -> None:
     for name, buffer in model.state_dict(keep_vars=True).items():
         if not isinstance(buffer, nn.Parameter) and name in match.sources:
-            read_rows(match.sources, name, buffer, WHOLE)
+            read_part(match.sources, name, buffer, ())
 
 
-def _fill(match: Match, std: float, seed: int, name: str, part: torch.Tensor, rows: slice) -> None:
-    """Write a parameter's rows; of a head that no file has, the same fresh values on any layout."""
+def _fill(match: Match, std: float, seed: int, name: str, part: torch.Tensor, index: Index) -> None:
+    """Write a part of a parameter; of a head that no file has, the same fresh values on any layout."""
     if match.sources[name]:
-        read_rows(match.sources, name, part, rows)
+        read_part(match.sources, name, part, index)
     elif name.endswith(".bias"):
         part.zero_()
     else:
-        part.copy_(torch.empty(match.shapes[name]).normal_(0.0, std, generator=generator(seed, name))[rows])
+        part.copy_(torch.empty(match.shapes[name]).normal_(0.0, std, generator=generator(seed, name))[index])
 
 
 def _whole(folder: Path, asked: str, seed: int) -> Built:

@@ -12,6 +12,7 @@ arXiv 2104.09864, in the layout of the published weights (the two numbers of a p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import final
 
 import torch
@@ -133,9 +134,21 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (b, s) int64. Result: (b, s, v) logits; those at place i foretell the token at i + 1."""
-        x: Tensor = self.embedding(tokens)  # (b, s, d)
-        turn = rotation(tokens.size(1), self.shape.head_dim, self.shape.rope_theta, like=x)  # (2, s, c)
-        for block in self.blocks:
+        return self.end(self.through(self.begin(tokens), self.blocks, tokens.size(1)))
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """What comes before the blocks: tokens (b, s) -> (b, s, d)."""
+        x: Tensor = self.embedding(tokens)
+        return x
+
+    def through(self, x: Tensor, blocks: Iterable[nn.Module], seq_len: int) -> Tensor:
+        """Some of the blocks: x and result (b, s, d), where s may be a part of the sequence of `seq_len` places."""
+        turn = rotation(seq_len, self.shape.head_dim, self.shape.rope_theta, like=x)  # (2, seq_len, c)
+        for block in blocks:
             x = block(x, turn)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        """What comes after the blocks: x (b, s, d) -> logits (b, s, v)."""
         logits: Tensor = self.head(self.norm(x))
         return logits

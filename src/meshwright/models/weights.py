@@ -18,9 +18,9 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 
 from meshwright.errors import CheckpointError, SpecError
+from meshwright.models.built import Index
 from meshwright.spec.nearest import first_of
 
-WHOLE: Final = slice(None)
 ONE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _OTHERS: Final = ("*.safetensors", "pytorch_model*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack")
@@ -166,8 +166,8 @@ def require_same_shapes(match: Match) -> None:
                 raise CheckpointError(where, rule, "Take the weights from before they were quantised.")
 
 
-def read_rows(sources: Mapping[str, list[Held]], name: str, part: torch.Tensor, rows: slice) -> None:
-    """Read a tensor's rows into `part`, in the type of `part`.
+def read_part(sources: Mapping[str, list[Held]], name: str, part: torch.Tensor, index: Index) -> None:
+    """Read a part of a tensor into `part`, in the type of `part`.
 
     Raises:
         CheckpointError: a file cannot be read, or holds a tied tensor twice and not twice the same.
@@ -175,16 +175,16 @@ def read_rows(sources: Mapping[str, list[Held]], name: str, part: torch.Tensor, 
     if not part.numel():
         return
     first, *again = sources[name]
-    values = _rows(first, rows)
+    values = _part(first, index)
     part.copy_(values)
     for piece in again:
-        if not torch.equal(_rows(piece, rows), values):
+        if not torch.equal(_part(piece, index), values):
             rule = f"are tied by config.json, and differ between {first.path.name} and {piece.path.name}."
             nearest = "Set tie_word_embeddings to false in config.json."
             raise CheckpointError(f"weights {first.name} and {piece.name}", rule, nearest)
 
 
-def _rows(piece: Held, rows: slice) -> torch.Tensor:
+def _part(piece: Held, index: Index) -> torch.Tensor:
     with _opened(piece.path) as file:
-        tensor: torch.Tensor = file.get_tensor(piece.name) if rows == WHOLE else file.get_slice(piece.name)[rows]
+        tensor: torch.Tensor = file.get_slice(piece.name)[index] if index else file.get_tensor(piece.name)
         return tensor

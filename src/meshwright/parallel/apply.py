@@ -1,71 +1,40 @@
 """How a model is spread over a mesh. One line per axis, and the order is the lesson.
 
-Recompute comes first: it changes what a block keeps, and every wrapper after it sees the same block. Data parallelism
-comes last: it acts on gradients, so it must see the parameters in their final form.
+recompute changes what a block keeps; every wrapper after it sees the same block
+pp        leaves out what other stages have: what follows need not know that there was more
+tp        leaves this rank's part of every matrix: what follows sees a smaller model
+dp        comes last: it acts on gradients, so it must see the parameters in their final form
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
+from meshwright.errors import LayoutError
 from meshwright.models.anatomy import parameters_in_order, repeated_blocks
-from meshwright.models.built import Fill
-from meshwright.models.casting import COMPUTE_DTYPES
-from meshwright.parallel.ddp import apply_ddp
-from meshwright.parallel.entry import Entry, Parallel
-from meshwright.parallel.exact import ExactReplicas, ExactShards
-from meshwright.parallel.fsdp import Sharded, ShardRules, give_memory, shard
-from meshwright.parallel.gradients import Gradients
-from meshwright.parallel.leaves import Leaf, local, padded_leaf, plain_leaf, require_own_memory, rows_here
-from meshwright.parallel.mesh import Mesh, data_parallel_mesh
-from meshwright.parallel.mixed import cast_around, cast_inputs, cast_weights
+from meshwright.models.hf_tensor import share_heads
+from meshwright.parallel.cuts import Cut
+from meshwright.parallel.entry import Parallel, Spreading
+from meshwright.parallel.homes import homes_of
+from meshwright.parallel.leaves import require_own_memory
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mixed import cast_inputs, cast_weights
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.parallel.shards import ShardGradients
-from meshwright.parallel.units import Units, find_units
-from meshwright.spec.nearest import first_of
-
-
-def _nobody(name: str) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """What is asked of the parallel room, besides the layout.
-
-    Attributes:
-        recompute: none | selective | full.
-        compute: fp32 | bf16 | fp16 | fp64.
-        may_skip_parameters: some parameters may get no gradient in some steps.
-        exact: sum gradients exactly.
-        elementwise: the optimizer updates each weight from its own gradient and state alone.
-        num_microbatches: of a step, all ranks together.
-        units: patterns of the modules that ZeRO gathers one at a time; None for the repeated blocks.
-        timeout_s: how long a collective waits.
-        entered: told the name of each unit of ZeRO as it is called.
-        fill: gives each parameter its values once it has been cut; None if the model has them.
-    """
-
-    recompute: str
-    compute: str
-    may_skip_parameters: bool
-    exact: bool = False
-    elementwise: bool = True
-    num_microbatches: int = 1
-    units: Sequence[str] | None = None
-    timeout_s: float = 50.0
-    entered: Callable[[str], None] = _nobody
-    fill: Fill | None = None
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The type that weights are cast to; None where masters compute."""
-        return COMPUTE_DTYPES[self.compute] if self.compute in ("bf16", "fp16") else None
+from meshwright.parallel.replicated import replicate
+from meshwright.parallel.sharded import shard_model
+from meshwright.parallel.spread import Cutting, Spread
+from meshwright.parallel.staged import run_stages
+from meshwright.parallel.stages import keep_stages
+from meshwright.parallel.tensor import cut_tensors, head_part
+from meshwright.parallel.tensor_check import require_matches
+from meshwright.parallel.tensor_loss import VocabularyPart
+from meshwright.parallel.tensor_moves import TensorAxis
+from meshwright.parallel.twins import Twin, parted_places, untie
+from meshwright.parallel.units import find_units
+from meshwright.spec.tensor_rules import empty_fault
 
 
 def apply(model: nn.Module, mesh: Mesh, spread: Spread) -> Parallel:
@@ -78,92 +47,60 @@ def apply(model: nn.Module, mesh: Mesh, spread: Spread) -> Parallel:
         spread: what else is asked.
     """
     blocks = [block for _, block in repeated_blocks(model)]
-    if spread.exact or mesh.layout.dp_shard > 1:
+    layout = mesh.layout
+    if spread.exact or layout.world_size > layout.dp_replicate:
         require_own_memory(parameters_in_order(model))
     apply_recompute(model, spread.recompute)
-    if mesh.layout.dp_shard > 1:
-        parallel = _cut(model, mesh, spread, blocks)
-    elif spread.exact:
-        parallel = _whole_exact(model, mesh, spread)
+    cutting = _cut(model, mesh, spread)
+    if cutting.staged is not None:
+        parallel = run_stages(model, mesh, spread, cutting)
+    elif layout.dp_shard > 1:
+        parallel = shard_model(model, mesh, spread, cutting, blocks)
     else:
-        parallel = apply_ddp(model, mesh, spread.may_skip_parameters)
-    if spread.half is not None and mesh.layout.dp_shard == 1:
-        return cast_weights(parallel, blocks, spread.half)
+        parallel = replicate(model, mesh, spread, cutting)
+    if spread.half is not None and layout.dp_shard == 1 and cutting.staged is None:
+        parallel = cast_weights(parallel, blocks, spread.half)
     if spread.compute == "fp64":
         cast_inputs(model, torch.float64)  # a data set seldom gives fp64
-    return parallel
+    received = list if parallel.pipeline is None else parallel.pipeline.received
+    spreading = Spreading(homes=cutting.homes, twins=cutting.twins, vocabulary=cutting.vocabulary, received=received)
+    return dataclasses.replace(parallel, spreading=spreading)
 
 
-def _whole_exact(model: nn.Module, mesh: Mesh, spread: Spread) -> Parallel:
-    """Whole weights on every rank, or on the only one. No DDP: its sums round, and are made during backward."""
-    leaves = [padded_leaf(name, p) for name, p in parameters_in_order(model) if p.requires_grad]
-    gradients = ExactReplicas(leaves, spread.num_microbatches, mesh.rank, mesh.layout.dp_degree)
-    return Parallel(model, Entry(model), gradients, announce=lambda reduce, last: None)
-
-
-def _cut(model: nn.Module, mesh: Mesh, spread: Spread, blocks: Sequence[nn.Module]) -> Parallel:
-    """ZeRO in one of its stages, alone or in replicas."""
-    units = find_units(model, spread.units)
-    wide = spread.exact or spread.compute == "fp64"
-    rules = ShardRules(
-        mesh=data_parallel_mesh(mesh, spread.timeout_s),
-        zero_stage=mesh.layout.zero_stage,
-        param_dtype=spread.half,
-        reduce_dtype=torch.float64 if wide else torch.float32,
-        may_skip_parameters=spread.may_skip_parameters,
-        entered=spread.entered,
-    )
-    cut = shard(model, units.modules, rules)
-    if spread.fill is not None:
-        give_memory(cut.entry, mesh.device)
-        for name, parameter in parameters_in_order(model):
-            spread.fill(name, local(parameter), rows_here(parameter))
-    if spread.half is not None:
-        cast_around(model, [*blocks, *units.modules], spread.half, lambda: True)
-
-    def announce(reduce: bool, last: bool) -> None:
-        cut.ends.wanted.reduce, cut.ends.wanted.last = reduce, last
-        cut.switches.announce(reduce, last)
-
-    def require_same() -> None:
-        numbers = torch.tensor(cut.calls.numbers(), dtype=torch.float64, device=mesh.device)
-        dist.all_reduce(numbers)
-        cut.calls.require_same(numbers.tolist(), mesh.layout.dp_degree)
-
-    def before_backward(objective: torch.Tensor) -> torch.Tensor:
-        cut.calls.require_all()
-        return cut.ends.before_backward(objective)
-
-    return Parallel(
-        model,
-        cut.entry,
-        _of_shards(cut, mesh, spread),
-        announce,
-        before_backward,
-        cut.switches.reshard,
-        notes=_about(units, spread),
-        require_same=require_same,
+def _cut(model: nn.Module, mesh: Mesh, spread: Spread) -> Cutting:
+    """Leave what this rank has of the model: its stages, and of them its part of every matrix."""
+    layout, homes = mesh.layout, homes_of(model, mesh)
+    trained = [name for name, parameter in parameters_in_order(model) if parameter.requires_grad]
+    uses = max((len(places) for places in parted_places(model)), default=1)
+    if spread.tensor is not None:
+        require_matches(model, spread.tensor)  # of the whole model: a stage has only some of the names
+        fault = empty_fault(spread.tensor, {n: home.shape for n, home in homes.homes.items()}, layout.tp)
+        if fault is not None and layout.dp_shard > 1:
+            raise LayoutError(fault.where, fault.rule, fault.nearest)
+    twins: list[Twin] = []
+    units = find_units(model, spread.units) if layout.dp_shard > 1 and layout.pp == 1 else None
+    if layout.pp > 1 or (spread.exact and layout.dp_shard > 1):
+        twins = untie(model)
+    staged = keep_stages(model, mesh, spread.schedule, spread.chunks) if layout.pp > 1 else None
+    cuts, vocabulary = _cut_over_tp(model, mesh, spread) if layout.tp > 1 else ({}, None)
+    placed = homes.placed(staged.owners if staged is not None else {}, cuts)
+    here = {id(module) for module in model.modules()}
+    both = [twin for twin in twins if id(twin.first.module) in here and id(twin.second.module) in here]
+    return Cutting(
+        homes=placed,
+        trained=trained,
+        uses=uses,
+        twins=both,
+        staged=staged,
+        units=units,
+        vocabulary=vocabulary,
     )
 
 
-def _of_shards(cut: Sharded, mesh: Mesh, spread: Spread) -> Gradients:
-    """How the gradients of a cut model are summed."""
-    ranks, counts = mesh.layout.dp_degree, mesh.dp_rank < mesh.layout.dp_shard
-    if spread.exact:
-        leaves = [padded_leaf(name, p) for name, p in cut.parameters]
-        n = spread.num_microbatches
-        return ExactShards(leaves, n, counts=counts, world_size=ranks, taps=cut.taps, calls=cut.calls)
-    leaves = [plain_leaf(n, p) if spread.elementwise else Leaf(n, p, p) for n, p in cut.parameters]
-    looks = spread.may_skip_parameters
-    return ShardGradients(leaves, counts=counts, taps=cut.taps, looks=looks, calls=cut.calls, ranks=ranks)
-
-
-def _about(units: Units, spread: Spread) -> tuple[str, ...]:
-    """What the user should know of how the model was divided."""
-    if units.sharing:
-        names = first_of(units.sharing)
-        return (f"ZeRO gathers {names} with the rest of the model: they share parameters with modules outside",)
-    if not units.modules:
-        what = "no repeated blocks were found" if spread.units is None else "the model itself is the only unit"
-        return (f"ZeRO gathers the whole model at once: {what}; layout.units names modules to gather one at a time",)
-    return ()
+def _cut_over_tp(model: nn.Module, mesh: Mesh, spread: Spread) -> tuple[dict[str, Cut], VocabularyPart | None]:
+    """Leave this rank's part of every matrix; and which logits the head then gives."""
+    assert spread.tensor is not None and mesh.groups.tensor is not None, "tp has rules and a mesh"
+    axis = TensorAxis(mesh.tp_rank, mesh.layout.tp, mesh.groups.tensor)
+    cuts = cut_tensors(model, spread.tensor, axis, loss_parallel=spread.loss_parallel)
+    share_heads(model)
+    return cuts, head_part(spread.tensor, cuts, axis) if spread.loss_parallel else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,6 +10,10 @@ import torch
 import torch.nn as nn
 
 from meshwright.parallel.gradients import Gradients
+from meshwright.parallel.homes import Homes
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.tensor_loss import VocabularyPart
+from meshwright.parallel.twins import Twin
 
 
 @final
@@ -37,6 +41,28 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spreading:
+    """What is known of a model's tensors once it is spread.
+
+    Attributes:
+        homes: where each tensor lives.
+        twins: tied parameters that were taken apart.
+        vocabulary: which logits the head gives on this rank, where they stay cut; None for all.
+        received: what a pipeline keeps to receive in.
+    """
+
+    homes: Homes
+    twins: Sequence[Twin] = ()
+    vocabulary: VocabularyPart | None = None
+    received: Callable[[], list[torch.Tensor]] = list
+
+    def refresh(self) -> None:
+        """After an update, or after values were loaded: what stands for a tied parameter takes over its values."""
+        for twin in self.twins:
+            twin.follow()
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """A model that has been spread over the mesh.
@@ -52,6 +78,8 @@ class Parallel:
         before_backward: give it what backward starts from, and start from what it returns.
         settle: give the weights their own type back; the step's forward and backward passes are over.
         notes: lines for the user about how it was spread.
+        spreading: where its tensors live.
+        pipeline: what runs its stages; None if there is one stage, and passes go through `entry`.
         require_same: refuse to trust forward passes without a backward if ranks called other modules; collective.
     """
 
@@ -62,4 +90,6 @@ class Parallel:
     before_backward: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
     settle: Callable[[], None] = _nothing
     notes: tuple[str, ...] = ()
+    spreading: Spreading | None = None
+    pipeline: Pipeline | None = None
     require_same: Callable[[], None] = _nothing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.calls import Calls
-from meshwright.parallel.gradients import Facts, Gradients
+from meshwright.parallel.gradients import Facts, Gradients, given
 from meshwright.parallel.grid import LARGEST, LEAST_EXPONENT, Grid
+from meshwright.parallel.kin import Kin, sum_over_kin
 from meshwright.parallel.leaves import Leaf, local, padded_gradient
+from meshwright.parallel.mesh import Group
 from meshwright.parallel.taps import Taps
 
 _LIMB: Final = 30
@@ -91,22 +94,49 @@ def peak_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactRules:
+    """What exact sums need to know besides their leaves.
+
+    Attributes:
+        names: of all trained parameters of the model, in an order that is the same on every rank.
+        num_microbatches: of a step, all ranks together.
+        uses: the most modules that share one parameter; each use of a tied table goes on the grid by itself.
+        ranks: all ranks.
+        dp_rank: place along the data-parallel axes.
+        dp_degree: ranks on them.
+        dp: their group.
+        counts: is this rank's replica the one whose parts make up the norm?
+    """
+
+    names: Sequence[str]
+    num_microbatches: int
+    uses: int
+    ranks: int
+    dp_rank: int
+    dp_degree: int
+    dp: Group
+    counts: bool = True
+
+
 class ExactGradients(Gradients):
-    """What both kinds of layout share.
+    """What all kinds of layout share.
 
     Args:
         leaves: padded.
-        num_microbatches: of a step, all ranks together.
-        counts: is this rank's replica the one whose parts make up the norm?
-        world_size: ranks.
+        kin: of each.
+        rules: what else there is to know.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], num_microbatches: int, counts: bool, world_size: int) -> None:
-        super().__init__(leaves, factor=1.0)
-        self.grid = Grid([leaf.name for leaf in leaves], num_microbatches)
-        self._num_microbatches, self._counts, self._world_size = num_microbatches, counts, world_size
+    def __init__(self, leaves: Sequence[Leaf], kin: Sequence[Kin], rules: ExactRules) -> None:
+        super().__init__(leaves, factor=1.0, kin=kin)
+        places = {name: i for i, name in enumerate(rules.names)}
+        self.numbers = [places[leaf.name] for leaf in leaves]
+        """The place of each leaf among all trained parameters of the model, of which this rank may have some."""
+        self.grid = Grid(rules.names, rules.num_microbatches * rules.uses)
+        self._rules, self._num_microbatches = rules, rules.num_microbatches
         self._device = local(leaves[0].parameter).device
-        self._peaks = Peaks(len(leaves), num_microbatches, self._device)
+        self._peaks = Peaks(len(rules.names), rules.num_microbatches, self._device)
         self._finals: list[torch.Tensor | None] = []
         self._largest: list[float] = []
         self._lost: list[float] = []
@@ -121,8 +151,9 @@ class ExactGradients(Gradients):
         """Whose gradients come next."""
         self._peaks.at(index)
 
-    def rounded(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """A microbatch's gradient on its grid, in fp64; as it is while there is no grid yet."""
+    def rounded(self, leaf: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A microbatch's gradient of one use of a leaf on its grid, in fp64; as it is while there is no grid yet."""
+        number = self.numbers[leaf]
         wide, shift = gradient.double(), self.grid.shift(number)
         if shift is not None:
             wide = wide + shift if wide is gradient else wide.add_(shift)
@@ -141,10 +172,11 @@ class ExactGradients(Gradients):
         top = torch.stack(tops).max() if tops else torch.zeros((), dtype=torch.float64, device=self._device)
         top = top.nan_to_num(nan=math.inf, posinf=math.inf)
         numbers = torch.cat([self._peaks.numbers(), top.reshape(1)])
-        if self._world_size > 1:
+        if self._rules.ranks > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *seen, bad, self._top = numbers.tolist()
-        self._largest, self._lost, self._bad = seen[: len(self.leaves)], seen[len(self.leaves) :], int(bad)
+        count = len(self._rules.names)
+        self._largest, self._lost, self._bad = seen[:count], seen[count:], int(bad)
         if self._bad or not math.isfinite(self._top):
             return ""  # no grid helps; the step's verdict says so
         outside = self.grid.outside(self._largest)
@@ -155,9 +187,9 @@ class ExactGradients(Gradients):
     def summed(self) -> torch.Tensor:
         """(6,) the sum of the squares of this rank's parts: two limbs of three digits."""
         limbs = torch.zeros(2, dtype=torch.int64, device=self._device)
-        if self._counts and math.isfinite(self._top) and self._top > 0:
-            for gradient in self._finals:
-                if gradient is not None:
+        if self._rules.counts and math.isfinite(self._top) and self._top > 0:
+            for gradient, kin in zip(self._finals, self.kin, strict=True):
+                if gradient is not None and kin.counts:
                     limbs += _square_limbs(self._share(gradient.reshape(-1)), self._scale)
         digits = [(limbs >> (_DIGIT * i)) & ((1 << _DIGIT) - 1) for i in range(_DIGITS)]
         return torch.stack(digits).double().reshape(-1)
@@ -177,12 +209,12 @@ class ExactGradients(Gradients):
 
     def facts(self, summed: Sequence[float], known: Sequence[float]) -> Facts:
         """The norm from whole numbers, rounded once."""
-        idle = [leaf.name for leaf, peak in zip(self.leaves, self._largest, strict=True) if peak < 0]
+        idle = [name for name, peak in zip(self._rules.names, self._largest, strict=True) if peak < 0]
         if self._bad:
             return Facts(math.inf, idle, self._num_microbatches - self._bad)
         if not math.isfinite(self._top):
             return Facts(math.inf, idle)
-        lost = {leaf.name: int(n) for leaf, n in zip(self.leaves, self._lost, strict=True) if n > 0}
+        lost = {name: int(n) for name, n in zip(self._rules.names, self._lost, strict=True) if n > 0}
         if self._top == 0.0:
             return Facts(0.0, idle, lost=lost)
         high, low = (sum(int(summed[2 * i + limb]) << (_DIGIT * i) for i in range(_DIGITS)) for limb in range(2))
@@ -190,9 +222,9 @@ class ExactGradients(Gradients):
 
     def scale(self, factor: float) -> None:
         """Lay the parts, scaled, over whole vectors."""
-        for i, (leaf, largest) in enumerate(zip(self.leaves, self._largest, strict=True)):
+        for i, leaf in enumerate(self.leaves):
             final_, self._finals[i] = self._finals[i], None
-            has = largest >= 0 and final_ is not None
+            has = self._largest[self.numbers[i]] >= 0 and final_ is not None
             leaf.leaf.grad = padded_gradient(leaf.leaf, final_, factor) if has and final_ is not None else None
             leaf.parameter.grad = None
 
@@ -227,22 +259,33 @@ def _square_limbs(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 @final
 class ExactReplicas(ExactGradients):
-    """Whole parameters on every rank, or on the only one: gradients are summed here, and over ranks after the last."""
+    """Whole parameters on every rank, or on the only one: gradients are summed here, and over ranks after the last.
 
-    def __init__(self, leaves: Sequence[Leaf], num_microbatches: int, rank: int, world_size: int) -> None:
-        super().__init__(leaves, num_microbatches, True, world_size)
-        self._rank = rank
+    Args:
+        leaves: padded.
+        kin: of each.
+        rules: what else there is to know.
+        uses: of tied parameters, those uses that have a parameter of their own while the passes run: its leaf, and it.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Leaf], kin: Sequence[Kin], rules: ExactRules, uses: Sequence[tuple[int, Any]] = ()
+    ) -> None:
+        super().__init__(leaves, kin, rules)
         sizes = [leaf.parameter.numel() for leaf in leaves]
         self._flat: torch.Tensor | None = None
         self._sizes, self._length = sizes, sum(sizes)
         self._sums: list[torch.Tensor] = []
-        for number, leaf in enumerate(leaves):
-            tensor: Any = leaf.parameter
+        for number, tensor in [*((i, leaf.parameter) for i, leaf in enumerate(leaves)), *uses]:
             tensor.register_post_accumulate_grad_hook(partial(self._add, number))
 
     def _add(self, number: int, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        self.add(number, gradient)
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        """Add a microbatch's gradient of one use of a leaf to its sum."""
         if self._flat is None:
             self._open()
         self._sums[number].add_(self.rounded(number, gradient).reshape(-1))
@@ -254,15 +297,17 @@ class ExactReplicas(ExactGradients):
     def _collect(self) -> list[torch.Tensor | None]:
         if self._flat is None:
             self._open()
-        if self._world_size > 1:
-            dist.all_reduce(self._flat)
+        if self._rules.dp_degree > 1:
+            dist.all_reduce(self._flat, group=self._rules.dp)
+        summed = zip(self._sums, self.kin, strict=True)
+        sum_over_kin([part for part, one in summed if one.sums], [one for one in self.kin if one.sums])
         finals = zip(self._sums, self.leaves, strict=True)
         found: list[torch.Tensor | None] = [s.to(leaf.parameter.dtype).view(leaf.parameter.shape) for s, leaf in finals]
         self._flat, self._sums = None, []
         return found
 
     def _share(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.tensor_split(self._world_size)[self._rank]
+        return flat.tensor_split(self._rules.dp_degree)[self._rules.dp_rank]
 
     def drop(self) -> None:
         """Forget the sums."""
@@ -272,13 +317,32 @@ class ExactReplicas(ExactGradients):
 
 @final
 class ExactShards(ExactGradients):
-    """Cut parameters: FSDP sums the rounded gradients in fp64, as it was told to."""
+    """Cut parameters: FSDP sums the rounded gradients in fp64, as it was told to.
+
+    Args:
+        leaves: padded.
+        kin: of each.
+        rules: what else there is to know.
+        tapped: for each parameter that is tapped its leaf; twins of a leaf are further uses of it.
+        twins: parameters that stand for further uses of tied ones; FSDP has their gradients added (fsdp.py).
+        taps: on the gradients of this rank's own.
+        calls: of the units.
+    """
 
     def __init__(
-        self, leaves: Sequence[Leaf], num_microbatches: int, *, counts: bool, world_size: int, taps: Taps, calls: Calls
+        self,
+        leaves: Sequence[Leaf],
+        kin: Sequence[Kin],
+        rules: ExactRules,
+        *,
+        tapped: Sequence[int],
+        twins: Sequence[torch.Tensor],
+        taps: Taps,
+        calls: Calls,
     ) -> None:
-        super().__init__(leaves, num_microbatches, counts, world_size)
+        super().__init__(leaves, kin, rules)
         taps.on_gradient, self._calls = self._round, calls
+        self._tapped, self._twins = tapped, twins
 
     def begin(self) -> None:
         """Forget the step before, and its calls of units."""
@@ -293,12 +357,23 @@ class ExactShards(ExactGradients):
     def facts(self, summed: Sequence[float], known: Sequence[float]) -> Facts:
         """As for whole parameters, once the ranks are known to have called the same units."""
         split = len(summed) - 2 * _DIGITS
-        self._calls.require_same(summed[:split], self._world_size)
+        self._calls.require_same(summed[:split], self._rules.ranks)
         return super().facts(summed[split:], known)
 
     def _round(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        return self.rounded(number, gradient).to(gradient.dtype)  # only low bits are gone: nothing is rounded again
+        leaf = self._tapped[number]
+        return self.rounded(leaf, gradient).to(gradient.dtype)  # only low bits are gone: nothing is rounded again
 
     def _collect(self) -> list[torch.Tensor | None]:
         gradients = [leaf.parameter.grad for leaf in self.leaves]
-        return [None if gradient is None else local(gradient) for gradient in gradients]
+        found = [None if gradient is None else local(gradient) for gradient in gradients]
+        if any(one.sums for one in self.kin):  # tp: not exact between layouts anyway
+            sum_over_kin(given(self.leaves, self.kin), [one for one in self.kin if one.sums])
+            found = [None if (g := leaf.parameter.grad) is None else local(g) for leaf in self.leaves]
+        return found
+
+    def drop(self) -> None:
+        """Forget all gradients, those of twins too."""
+        super().drop()
+        for twin in self._twins:
+            twin.grad = None

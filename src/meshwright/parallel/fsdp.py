@@ -11,11 +11,12 @@ With dp_replicate > 1 (HSDP) the shards of the replicas are summed once, after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn as nn
@@ -25,10 +26,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from meshwright.errors import SpecError
 from meshwright.models.anatomy import bare_name, parameters_in_order
+from meshwright.models.chain import Section
 from meshwright.parallel.calls import Calls, never_a_view
 from meshwright.parallel.ends import Ends
 from meshwright.parallel.entry import Entry
 from meshwright.parallel.taps import Place, Taps
+from meshwright.parallel.twins import Twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class ShardRules:
         mesh: dp_replicate x dp_shard.
         zero_stage: 1 | 2 | 3.
         param_dtype: that parameters are gathered in; None for their own.
-        reduce_dtype: that gradients are summed in.
+        reduce_dtype: that gradients are summed in; None if they are not summed here.
         may_skip_parameters: some parameters may get no gradient in some microbatches.
         entered: told the name of each unit as it is called.
     """
@@ -47,7 +50,7 @@ class ShardRules:
     mesh: DeviceMesh
     zero_stage: int
     param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype
+    reduce_dtype: torch.dtype | None
     may_skip_parameters: bool
     entered: Callable[[str], None]
 
@@ -88,7 +91,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], rules: ShardRules) -> Sh
         SpecError: it has a parameter that cannot be cut.
     """
     named = parameters_in_order(model)
-    _require_cuttable(named)
+    require_cuttable(named)
     numbers = {id(parameter): i for i, (_, parameter) in enumerate((n, p) for n, p in named if p.requires_grad)}
     names = {id(module): bare_name(name) for name, module in model.named_modules()}
     trainable = [name for name, parameter in named if id(parameter) in numbers]
@@ -99,7 +102,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], rules: ShardRules) -> Sh
     for unit, found in zip(all_units, places, strict=True):
         if unit is not entry:
             never_a_view(unit)
-        _shard_unit(unit, rules)
+        # The root's backward begins where its forward ends: what it freed there it would gather again at once.
+        _shard_unit(unit, rules, frees=rules.zero_stage == 3 and unit is not entry)
         taps.watch(unit, found)
         if rules.may_skip_parameters:
             ends.watch(unit, found, partial(calls.ended, names.get(id(unit), "")))
@@ -110,15 +114,33 @@ def shard(model: nn.Module, units: Sequence[nn.Module], rules: ShardRules) -> Sh
     return Sharded(entry, list(zip(trainable, cut, strict=True)), taps, calls, ends, Switches(entry, rules))
 
 
-def give_memory(entry: nn.Module, device: torch.device) -> None:
-    """Replace parameters on the meta device, once cut, by memory for this rank's parts; buffers keep their values."""
-    kept = [(module, name, buffer) for module in entry.modules() for name, buffer in module._buffers.items()]
-    entry.to_empty(device=device)
-    for module, name, buffer in kept:
-        module._buffers[name] = buffer
+def shard_sections(sections: Iterable[Section], rules: ShardRules) -> None:
+    """Cut the stages of a pipeline, each a root with its blocks as units.
+
+    FSDP gathers here and frees, and that is all: it neither sums gradients nor frees a stage between microbatches,
+    whose backward passes may come in two halves (torch 2.13 gives wrong gradients then, without an error).
+    """
+    for section in sections:
+        for block in section.blocks:
+            never_a_view(block)
+            _shard_unit(block, rules, frees=rules.zero_stage == 3)
+        _shard_unit(section, rules, frees=False)
+        root = cast(FSDPModule, section)
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+        root.set_is_last_backward(True)
 
 
-def _require_cuttable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def reshard(sections: Iterable[nn.Module]) -> None:
+    """Free whatever is gathered."""
+    for section in sections:
+        for unit in section.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+
+def require_cuttable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse scalars, and lay out the others row by row."""
     for name, parameter in named:
         if parameter.ndim == 0:
             raise SpecError(
@@ -155,13 +177,11 @@ def _places(units: Sequence[nn.Module], numbers: dict[int, int]) -> list[list[Pl
     return found
 
 
-def _shard_unit(unit: nn.Module, rules: ShardRules) -> None:
+def _shard_unit(unit: nn.Module, rules: ShardRules, *, frees: bool) -> None:
     half = None if isinstance(unit, _NormBase) else rules.param_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=rules.reduce_dtype, cast_forward_inputs=False, output_dtype=None
     )
-    # The root's backward begins where its forward ends: what it freed there it would gather again at once.
-    frees = rules.zero_stage == 3 and not isinstance(unit, Entry)
     fully_shard(unit, mesh=rules.mesh, mp_policy=policy, reshard_after_forward=frees)
     sharded = cast(FSDPModule, unit)
     # Gradients are summed; the step divides by the count of the whole batch itself. (A factor of 1 alone would still
@@ -238,3 +258,40 @@ def used_outside() -> SpecError:
         "Use it inside that module, leave its module out of layout.units (what is in no unit is whole in the loss "
         "function too), or train with ddp.",
     )
+
+
+def add_twins(cut: Sharded, twins: Sequence[Twin]) -> None:
+    """Have the gradient of each twin added to its first's once both are summed over ranks, before they are rounded.
+
+    Both are the root's: FSDP lays the rows of all its parameters into one buffer, in their order.
+    """
+    if not twins:
+        return
+    root = cast(FSDPModule, cut.entry)
+    spans, at = {}, 0
+    for module, name, parameter in _owned(cut.entry):
+        ranks = parameter.device_mesh.size(1)
+        rows = -(-parameter.shape[0] // ranks)
+        size = rows * math.prod(parameter.shape[1:])
+        spans[id(module), name] = slice(at, at + size)
+        at += size
+
+    def merge(summed: torch.Tensor) -> None:
+        for twin in twins:
+            first = summed[spans[id(twin.first.module), twin.first.attribute]]
+            second = summed[spans[id(twin.second.module), twin.second.attribute]]
+            first.add_(second)
+            second.zero_()
+
+    root.set_all_reduce_hook(merge)
+
+
+def _owned(entry: Entry) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The trained parameters of the root unit, in FSDP's order."""
+    units = [module for module in entry.children() for module in module.modules() if isinstance(module, FSDPModule)]
+    inner = {id(module) for unit in units for module in cast(nn.Module, unit).modules()}
+    for module in entry.modules():
+        if id(module) not in inner:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    yield module, name, parameter

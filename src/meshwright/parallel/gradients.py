@@ -5,6 +5,7 @@ How they are summed over microbatches and ranks differs between layouts and mode
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from typing import final
 
 import torch
 
-from meshwright.parallel.leaves import Leaf
+from meshwright.parallel.kin import Kin, sum_over_kin
+from meshwright.parallel.leaves import Leaf, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,15 @@ class Gradients(ABC):
     Attributes:
         leaves: what the optimizer trains.
         factor: the sum over all ranks is this times what `scale` scales.
+        kin: of each leaf, the other ranks that have the same part of it.
         replays_reduced: to be asked `finite` of a backward pass, it is run with its reduction.
     """
 
     replays_reduced: bool = False
 
-    def __init__(self, leaves: Sequence[Leaf], factor: float) -> None:
+    def __init__(self, leaves: Sequence[Leaf], factor: float, kin: Sequence[Kin] | None = None) -> None:
         self.leaves, self.factor = leaves, factor
+        self.kin = [Kin()] * len(leaves) if kin is None else list(kin)
 
     def begin(self) -> None:
         """Whatever gradients lie about are not this step's."""
@@ -98,21 +102,42 @@ class Gradients(ABC):
 
 @final
 class Replicated(Gradients):
-    """Gradients lie whole in the parameters, summed over the ranks by DDP, or of one process."""
+    """Gradients lie whole in the parameters, summed over the data-parallel ranks by DDP, or of one process.
+
+    Args:
+        leaves: of the parameters.
+        factor: the sum over all ranks is this times what `scale` scales.
+        kin: of each leaf; None if there is no tensor parallelism.
+        counts: is this one of the ranks whose parts make up the norm?
+    """
+
+    def __init__(
+        self, leaves: Sequence[Leaf], factor: float, kin: Sequence[Kin] | None = None, *, counts: bool = True
+    ) -> None:
+        super().__init__(leaves, factor, kin)
+        self._is_cut, self._counts = kin is not None, counts
+
+    def retry(self) -> str:
+        """Add up what kin have; never a second time."""
+        sum_over_kin(given(self.leaves, self.kin), [one for one in self.kin if one.sums])
+        return ""
 
     def summed(self) -> torch.Tensor:
-        """Nothing: every rank has all gradients."""
-        return torch.zeros(0, dtype=torch.float64, device=self._device)
+        """(1,) the squares of this rank's parts; (0,) where every rank has all gradients."""
+        return squares(self._gradients(counting=True), self._device, self._counts) if self._is_cut else self._nothing
 
     def known(self) -> torch.Tensor:
-        """(1,) the norm."""
+        """(1,) the norm, where every rank has all gradients."""
+        if self._is_cut:
+            return self._nothing
         gradients = self._gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         return norm.to(self._device, torch.float64).reshape(1)
 
     def facts(self, summed: Sequence[float], known: Sequence[float]) -> Facts:
         """The norm, and who is idle, which DDP leaves without a gradient on every rank."""
-        return Facts(known[0], [leaf.name for leaf in self.leaves if leaf.leaf.grad is None])
+        norm = root(summed[0]) if self._is_cut else known[0]
+        return Facts(norm, [leaf.name for leaf in self.leaves if leaf.leaf.grad is None])
 
     def scale(self, factor: float) -> None:
         """Scale in place."""
@@ -124,9 +149,37 @@ class Replicated(Gradients):
         """Of the gradients as they lie, which no other rank's have been added to: replays are not reduced."""
         return all(bool(gradient.isfinite().all()) for gradient in self._gradients())
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [leaf.leaf.grad for leaf in self.leaves if leaf.leaf.grad is not None]
+    def _gradients(self, *, counting: bool = False) -> list[torch.Tensor]:
+        both = zip(self.leaves, self.kin, strict=True)
+        return [leaf.leaf.grad for leaf, kin in both if leaf.leaf.grad is not None and (kin.counts or not counting)]
 
     @property
     def _device(self) -> torch.device:
         return self.leaves[0].leaf.device
+
+    @property
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.float64, device=self._device)
+
+
+def given(leaves: Sequence[Leaf], kin: Sequence[Kin]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that kin add up; zeros, put there, for what has none."""
+    parts = []
+    for leaf, one in zip(leaves, kin, strict=True):
+        if one.sums:
+            if leaf.parameter.grad is None:
+                leaf.parameter.grad = torch.zeros_like(leaf.parameter)
+            parts.append(local(leaf.parameter.grad))
+    return parts
+
+
+def squares(gradients: list[torch.Tensor], device: torch.device, counts: bool) -> torch.Tensor:
+    """(1,) fp64: the sum of their squares; 0 on ranks that do not count."""
+    if not gradients or not counts:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.nn.utils.get_total_norm(gradients).double().square().reshape(1)
+
+
+def root(square: float) -> float:
+    """The norm of a sum of squares; what is not a number stays it."""
+    return math.sqrt(square) if square >= 0 else square

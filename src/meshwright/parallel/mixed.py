@@ -26,10 +26,15 @@ class Copies:
 
     A copy serves all microbatches of a step: its node in the graph keeps nothing, so backward may pass it again. Batch
     norms keep their masters: torch computes them on half-precision inputs with fp32 weights and statistics alone.
+
+    Args:
+        model: of fp32 masters.
+        dtype: of the copies.
+        apart: the copies are parameters of their own, which keep their gradients: a pipeline takes them from there.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.dtype, self.active = dtype, False
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, apart: bool = False) -> None:
+        self.dtype, self.active, self._apart = dtype, False, apart
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -41,7 +46,12 @@ class Copies:
         if not self.active:
             self.active = True
             with torch.enable_grad():  # a forward pass without gradients may be the first of the step
-                self._place({master: master.to(self.dtype) for master in self._places})
+                self._place({master: self._copy(master) for master in self._places})
+
+    def _copy(self, master: nn.Parameter) -> torch.Tensor:
+        return (
+            nn.Parameter(master.detach().to(self.dtype), master.requires_grad) if self._apart else master.to(self.dtype)
+        )
 
     def take_away(self) -> None:
         """Put the masters back."""
@@ -63,14 +73,20 @@ def cast_weights(parallel: Parallel, blocks: Sequence[nn.Module], dtype: torch.d
         blocks: modules whose inputs are cast, besides the model's own.
         dtype: bfloat16 or float16.
     """
+    parallel.announce(False, False)  # exact mode has a parameter for each use of a tied one, and each has a copy
     copies = Copies(parallel.bare, dtype)
+    parallel.settle()
     cast_around(parallel.bare, blocks, dtype, lambda: copies.active)
 
     def announce(reduce: bool, last: bool) -> None:
-        copies.put()
         parallel.announce(reduce, last)
+        copies.put()
 
-    return dataclasses.replace(parallel, announce=announce, settle=copies.take_away)
+    def settle() -> None:
+        copies.take_away()
+        parallel.settle()
+
+    return dataclasses.replace(parallel, announce=announce, settle=settle)
 
 
 def cast_around(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, active: Callable[[], bool]) -> None:
@@ -82,16 +98,22 @@ def cast_around(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtyp
         dtype: the compute type.
         active: whether the weights are in the compute type now.
     """
-
-    def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast((args, kwargs), dtype) if active() else None
+    cast_before([model, *blocks], dtype, active)
 
     def outputs(module: nn.Module, args: Any, output: Any) -> Any:
         return cast(output, torch.float32) if active() else None  # a loss summed in bf16 has 3 digits
 
-    for module in {model, *blocks}:
-        module.register_forward_pre_hook(inputs, with_kwargs=True)
     model.register_forward_hook(outputs)
+
+
+def cast_before(modules: Sequence[nn.Module], dtype: torch.dtype, active: Callable[[], bool]) -> None:
+    """Cast what modules are called with to `dtype`, while `active`."""
+
+    def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast((args, kwargs), dtype) if active() else None
+
+    for module in set(modules):
+        module.register_forward_pre_hook(inputs, with_kwargs=True)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:

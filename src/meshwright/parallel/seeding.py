@@ -99,6 +99,20 @@ class MicrobatchSeeds:
         points = [("", model), *blocks, *_dropouts_outside(model, blocks)]
         return [module.register_forward_pre_hook(self._hook(name)) for name, module in points]
 
+    def enter(self, name: str) -> None:
+        """Enter a point by hand, where its module is not called as one: a pipeline's first stage begins the model."""
+        if self._models:
+            self._enter(key_of(name))
+
+    def state(self) -> list[torch.Tensor]:
+        """Where the generators are; for a loss function that draws before it calls the model, and after."""
+        return [generator.get_state() for generator in self._generators] if self._models else []
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        """Put the generators back to where they were."""
+        for generator, its in zip(self._generators, state, strict=False):
+            generator.set_state(its)
+
     def _hook(self, name: str) -> Any:
         """A pre-hook that seeds for one point. A closure, because a deep copy of the module must share this object."""
         key = key_of(name)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 
 from meshwright.parallel.calls import Calls
-from meshwright.parallel.gradients import Facts, Gradients
+from meshwright.parallel.gradients import Facts, Gradients, given, root, squares
+from meshwright.parallel.kin import Kin, sum_over_kin
 from meshwright.parallel.leaves import Leaf, local
 from meshwright.parallel.taps import Taps
 
@@ -24,15 +24,24 @@ class ShardGradients(Gradients):
         taps: on the gradients of this rank's own.
         looks: some parameters may get no gradient; look which.
         calls: of the units.
-        ranks: that sum their gradients.
+        ranks: all, who compare their calls.
+        kin: of each leaf.
     """
 
     replays_reduced = True  # unreduced, FSDP would keep them out of sight
 
     def __init__(
-        self, leaves: Sequence[Leaf], *, counts: bool, taps: Taps, looks: bool, calls: Calls, ranks: int
+        self,
+        leaves: Sequence[Leaf],
+        *,
+        counts: bool,
+        taps: Taps,
+        looks: bool,
+        calls: Calls,
+        ranks: int,
+        kin: Sequence[Kin] | None = None,
     ) -> None:
-        super().__init__(leaves, factor=1.0)
+        super().__init__(leaves, factor=1.0, kin=kin)
         self._calls, self._ranks = calls, ranks
         self._counts, self._arrived, self._taps = counts, [not looks] * len(leaves), taps
         self._looks, self._watches = looks, False
@@ -59,15 +68,16 @@ class ShardGradients(Gradients):
         """Of what the taps saw."""
         return not any(map(bool, self._unsound))
 
+    def retry(self) -> str:
+        """Add up what kin have; never a second time."""
+        sum_over_kin(given(self.leaves, self.kin), [one for one in self.kin if one.sums])
+        return ""
+
     def summed(self) -> torch.Tensor:
         """(k + 1 + leaves,): k of `Calls`, the sum of squares of this rank's parts, and who had a gradient here."""
-        gradients = self._gradients()
-        square = torch.nn.utils.get_total_norm(gradients).double().square() if gradients and self._counts else 0.0
-        calls = self._calls.numbers()
-        numbers = [*calls, 0.0, *map(float, self._arrived)]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        vector[len(calls)] = square
-        return vector
+        before = torch.tensor(self._calls.numbers(), dtype=torch.float64, device=self._device)
+        arrived = torch.tensor(list(map(float, self._arrived)), dtype=torch.float64, device=self._device)
+        return torch.cat([before, squares(self._counting(), self._device, self._counts), arrived])
 
     def known(self) -> torch.Tensor:
         """Nothing: no rank has all."""
@@ -79,9 +89,8 @@ class ShardGradients(Gradients):
         self._calls.require_same(summed[:split], self._ranks)
         square, *arrived = summed[split:]
         self._arrived = [count > 0 for count in arrived]
-        norm = math.sqrt(square) if square >= 0 else square
         both = zip(self.leaves, self._arrived, strict=True)
-        return Facts(norm, [leaf.name for leaf, has in both if not has or leaf.parameter.grad is None])
+        return Facts(root(square), [leaf.name for leaf, has in both if not has or leaf.parameter.grad is None])
 
     def scale(self, factor: float) -> None:
         """Give the leaves their parts, scaled in place."""
@@ -100,8 +109,9 @@ class ShardGradients(Gradients):
         super().drop()
         self._unsound = []
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [local(x.parameter.grad) for x in self.leaves if x.parameter.grad is not None]
+    def _counting(self) -> list[torch.Tensor]:
+        both = zip(self.leaves, self.kin, strict=True)
+        return [local(x.parameter.grad) for x, kin in both if x.parameter.grad is not None and kin.counts]
 
     @property
     def _device(self) -> torch.device:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 
-from meshwright.cost.candidate import Candidate, Columns
+from meshwright.cost.candidate import SCHEDULES, Candidate, Columns
 from meshwright.cost.memory import estimate
-from meshwright.cost.stages import layers_of_stage
+from meshwright.cost.stages import spans_of_ranks, weights_of
 from meshwright.plan.rules import first_broken
 from meshwright.plan.setting import Setting
 from meshwright.spec.batch import BatchPlan
@@ -21,6 +22,7 @@ MOST_SEQ_LEN: Final = 1 << 22
 """Where neither the model nor memory limits a sequence, nobody needs to know more."""
 
 LONGEST_LIST: Final = 4096
+LONGEST_RUNS: Final = 5
 
 
 def largest_microbatch(setting: Setting, one: Candidate) -> int:
@@ -93,15 +95,24 @@ def batch_line(setting: Setting, one: Candidate) -> str:
 def notes(setting: Setting, one: Candidate) -> tuple[str, ...]:
     """What is legal and worth a line: uneven stages, a vocabulary that TP pads."""
     model, found = setting.job.model, []
-    if one.pp > 1 and model.n_layers % (one.pp * one.chunks):
-        first, middle, last = (int(layers_of_stage(model, one, stage)) for stage in ("first", "middle", "last"))
-        inside = f", {middle} in the middle" if one.pp > 2 else ""
-        chunks = f" of {one.chunks} chunks" if one.chunks > 1 else ""
-        found.append(
-            f"layers: {model.n_layers} do not divide over {one.pp} stages{chunks}: {first} on the first{inside}, "
-            f"{last} on the last; embedding and head count as a layer each"
-        )
+    if one.pp > 1:
+        found += _stage_line(model, one)
     if one.tp > 1 and model.vocab_size % one.tp:
-        padded = -(-model.vocab_size // one.tp) * one.tp
-        found.append(f"vocabulary: {model.vocab_size:,} rows are padded to {padded:,}, a multiple of tp {one.tp}")
+        most = -(-model.vocab_size // one.tp)
+        found.append(f"vocabulary: {model.vocab_size:,} rows do not divide by tp {one.tp}: a rank has up to {most:,}")
+    if one.tp > model.n_kv_heads > 0:
+        many = one.tp // model.n_kv_heads
+        found.append(f"heads: {model.n_kv_heads} of keys and values, fewer than tp {one.tp}: {many} ranks have each")
     return tuple(found)
+
+
+def _stage_line(model: ModelSpec, one: Candidate) -> list[str]:
+    """The layers of each rank, where they are not all alike."""
+    spans = spans_of_ranks(weights_of(model), one.pp, one.chunks, SCHEDULES[one.schedule] == "zbv")
+    counts = [sum(map(len, mine)) for mine in spans]
+    if min(counts) == max(counts):
+        return []
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    told = ", ".join(f"{count} on {'1 rank' if many == 1 else f'{many} ranks'}" for count, many in runs[:LONGEST_RUNS])
+    rest = ", ..." if len(runs) > LONGEST_RUNS else ""
+    return [f"layers: {model.n_layers} over pp {one.pp}, by cost with the head's: {told}{rest}"]

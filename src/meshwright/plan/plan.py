@@ -32,7 +32,8 @@ class Request:
         layouts: words of the layouts to look at; none for every one that uses the whole cluster.
         asked: word of the layout that a recipe gives, to be shown beside the choice; empty for none.
         runs_first: a run is to start, so what this version runs comes first.
-        cuttable: the optimizer can update a parameter of which each rank has a part.
+        cuttable: the optimizer can update a parameter of which each rank has some rows.
+        elementwise: it updates each weight from the weight's own gradient and state.
         optimizer: its name, for the document.
         model_at: the model for another sequence length; None where that is unknown.
         origin: where the model's sizes come from.
@@ -47,6 +48,7 @@ class Request:
     asked: str = ""
     runs_first: bool = False
     cuttable: bool = True
+    elementwise: bool = True
     optimizer: str = "adamw"
     model_at: Callable[[int], ModelSpec] | None = None
     origin: str = ""
@@ -90,7 +92,9 @@ def make_plan(request: Request) -> Plan:
     Raises:
         LayoutError: a named layout that is no layout word.
     """
-    setting = Setting(job=request.job, cluster=request.cluster, cuttable=request.cuttable)
+    setting = Setting(
+        job=request.job, cluster=request.cluster, cuttable=request.cuttable, elementwise=request.elementwise
+    )
     found = _searched(request, setting, request.layouts)
     options = Options(request.job, found)
     ranking = [int(place) for place in found.ranking()]

@@ -1,9 +1,11 @@
 """The price of a candidate, in rough seconds: one number for bytes sent, recompute and bubbles, to compare on one rung.
 
-    price = C (1 + again) (m v + pp - 1) / (m v) + sum over axes of bytes sent / bandwidth
+    price = C (1 + again) / (1 - idle) + sum over axes of bytes sent / bandwidth
 
 C is the computation of a step on one device at the rate of its data sheet (or the best that was measured), `again`
-the share that recompute adds, and nothing is hidden behind anything. It orders candidates that are alike, and no more:
+the share that recompute adds, `idle` the share of waiting in a pipeline (spec/pipeline.py; of those that part backward
+passes (pp - 1) / (3 v m + pp - 1), as they have from 2 pp - 1 microbatches up), and nothing is hidden behind
+anything. It orders candidates that are alike, and no more:
 it is no prediction, is never shown, and goes once step time is predicted.
 
 Bubbles: Narayanan et al., arXiv 2104.04473, section 2.2. Shares of recompute: Korthikanti et al., arXiv 2205.05198,
@@ -17,17 +19,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import Column, Columns
+from meshwright.cost.candidate import SCHEDULES, Column, Columns
 from meshwright.cost.quantities import Job
 from meshwright.cost.traffic import AXES, Traffic
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.model_spec import ModelSpec
+from meshwright.spec.pipeline import SPLIT
 
 AGAIN: Final = (0.0, 20.3 / 19.0 - 1, 27.2 / 19.6 - 1)
 """Share of computation that recompute adds: none, selective, full."""
 
 UNKNOWN_FLOPS: Final = {"cpu": 5e10, "gpu": 1e14}
 """Per second, where no data sheet says it: a few CPU cores, a server's GPU of about 2018."""
+
+PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
 
 UNKNOWN_HOST_BYTES_PER_S: Final = 25e9
 """PCIe 4 x16, four fifths of it."""
@@ -45,7 +50,8 @@ def price_s(job: Job, cluster: Cluster, columns: Columns, sent: Traffic) -> NDAr
     flops = job.global_batch_size * job.seq_len * flops_per_token(job.model)
     compute = flops / rate_of(cluster.device, job.model.compute) / columns.world_size
     again = np.asarray(AGAIN)[columns.recompute]
-    slots = columns.num_microbatches * columns.chunks
+    thirds = np.where(np.isin(columns.schedule, PARTED), 3, 1)
+    slots = columns.num_microbatches * columns.chunks * thirds
     busy = compute * (1 + again) * (slots + columns.pp - 1) / slots
     waits = [amount / bandwidth(name, cluster, columns) for name, amount in zip(AXES, sent.by_axis, strict=True)]
     priced: NDArray[np.float64] = busy + np.sum(waits, axis=0)

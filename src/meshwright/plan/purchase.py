@@ -1,8 +1,9 @@
 """What to buy: the fewest devices of the cluster's kind on which a workload fits.
 
-Memory falls with microbatch size, with recompute and with reducing at every microbatch, so the setting of the knobs
-that needs least decides: if it does not fit, no other does. All legal degrees of tp, pp and data parallelism are tried,
-fewest devices first: a whole part of a node, or whole nodes. HSDP, cp, ep and offload are left out.
+Memory falls with microbatch size, with recompute and, without a pipeline, with reducing at every microbatch, so the
+setting of the knobs that needs least decides: if it does not fit, no other does. All legal degrees of tp, pp and data
+parallelism are tried, fewest devices first: a whole part of a node, or whole nodes. HSDP, cp, ep and offload are left
+out.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def fewest_devices(setting: Setting, knobs: Knobs) -> Purchase | None:
     least = Knobs(
         microbatch_size=knobs.microbatch_size or 1,
         recompute=knobs.recompute or "full",
-        sync=knobs.sync or "every",
+        sync=knobs.sync,
         schedule=knobs.schedule or "1f1b",
         offload="none",
     )

@@ -26,16 +26,14 @@ from meshwright.plan.setting import (
     sequence_near,
     stages_near,
     tp_near,
-    width_of,
     world_near,
 )
 from meshwright.spec.batch import BatchPlan
 
 Mask = NDArray[np.bool_]
 ONE_F_ONE_B: Final = SCHEDULES.index("1f1b")
-ZBV: Final = SCHEDULES.index("zbv")
 ROUNDS: Final = (SCHEDULES.index("interleaved1f1b"), SCHEDULES.index("interleaved-zero-bubble"))
-ZERO_BUBBLES: Final = (SCHEDULES.index("interleaved-zero-bubble"), ZBV)
+ZERO_BUBBLES: Final = (SCHEDULES.index("interleaved-zero-bubble"), SCHEDULES.index("zbv"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,10 @@ def _tp_divides(what: str, number: Callable[[Setting], int]) -> tuple[Any, Any]:
         return f"tp {one.tp} does not divide the {whole:,} {what} ({whole} % {one.tp} = {whole % one.tp}){fewer}."
 
     return breaks, because
+
+
+def _kv(setting: Setting) -> int:
+    return setting.job.model.n_kv_heads
 
 
 def _schedule_word(one: Candidate) -> str:
@@ -125,13 +127,18 @@ RULES: Final[Sequence[Rule]] = (
         _tp_divides("query heads", lambda setting: setting.job.model.n_heads),
         tp_near,
     ),
-    _rule(
+    Rule(
         "tp-kv-heads",
-        "tp divides the key and value heads.",
-        _tp_divides("key and value heads", lambda setting: setting.job.model.n_kv_heads),
+        "tp divides the key and value heads, or they divide tp: then several ranks have the same one.",
+        lambda setting, c: (
+            (c.tp > 1) & (_kv(setting) % c.tp != 0) & ((_kv(setting) > c.tp) | (c.tp % max(_kv(setting), 1) != 0))
+        ),
+        lambda setting, one: (
+            f"tp {one.tp} does not divide the {_kv(setting)} key and value heads ({_kv(setting)} % {one.tp} = "
+            f"{_kv(setting) % one.tp}), nor do they divide it."
+        ),
         tp_near,
     ),
-    _rule("tp-width", "tp divides the width of the feed-forward.", _tp_divides("hidden units", width_of), tp_near),
     Rule(
         "tp-sequence",
         "Sequence parallelism cuts what cp leaves of a sample over the tp ranks.",
@@ -153,7 +160,7 @@ RULES: Final[Sequence[Rule]] = (
     ),
     Rule(
         "pp-layers",
-        "Every chunk of a pipeline has at least one layer; chunks may differ by one.",
+        "Every chunk of a pipeline has at least one layer.",
         lambda setting, c: (c.pp > 1) & (c.pp * c.chunks > setting.job.model.n_layers),
         lambda setting, one: (
             f"pp {one.pp}{f' x {one.chunks} chunks' if one.chunks > 1 else ''} = {one.pp * one.chunks} parts, and the "
@@ -204,6 +211,13 @@ RULES: Final[Sequence[Rule]] = (
         lambda setting, one: f"Nearest: ddp{one.dp_replicate * one.dp_shard}, or the optimizer adamw.",
     ),
     Rule(
+        "tp-optimizer",
+        "tp needs an optimizer that updates each weight by itself.",
+        lambda setting, c: (c.tp > 1) & (not setting.elementwise),
+        lambda setting, one: f"tp {one.tp} leaves each rank a part of every matrix, and this optimizer needs more.",
+        lambda setting, one: "Nearest: tp 1, or the optimizer adamw.",
+    ),
+    Rule(
         "batch",
         "The data-parallel ranks divide the global batch.",
         lambda setting, c: setting.job.global_batch_size % (c.dp_replicate * c.dp_shard) != 0,
@@ -236,6 +250,13 @@ RULES: Final[Sequence[Rule]] = (
         rounds_near,
     ),
     Rule(
+        "pp-sync",
+        "A pipeline reduces gradients when its schedule is over.",
+        lambda setting, c: (c.pp > 1) & (np.asarray(c.sync_every) == 1),
+        lambda setting, one: f"sync is every with pp {one.pp}, whose gradients are summed at the end.",
+        lambda setting, one: "Nearest: sync last, or pp 1.",
+    ),
+    Rule(
         "zero-bubble-zero3",
         "Zero-bubble schedules need weights that stay gathered between forward and backward.",
         lambda setting, c: (c.pp > 1) & np.isin(c.schedule, ZERO_BUBBLES) & (c.zero_stage == 3),
@@ -244,15 +265,6 @@ RULES: Final[Sequence[Rule]] = (
             "gradients, without an error (torch 2.13)."
         ),
         lambda setting, one: "Nearest: zero_stage 1 or 2, or pp_schedule 1f1b.",
-    ),
-    Rule(
-        "zbv-ddp",
-        "zbv does not run under DDP.",
-        lambda setting, c: (c.pp > 1) & (c.schedule == ZBV) & (c.zero_stage == 0) & (c.dp_replicate > 1),
-        lambda setting, one: (
-            f"zbv splits backward in two, which DDP's reducer over {one.dp_replicate} ranks cannot follow (torch 2.13)."
-        ),
-        lambda setting, one: f"Nearest: zero1x{one.dp_replicate}, or pp_schedule 1f1b.",
     ),
 )
 """In the order in which they are asked: the first that breaks is the one that is said."""

@@ -30,12 +30,15 @@ def planned_recipe(recipe: Recipe, one: Candidate, cluster: Cluster | None = Non
     if planned:
         rule = f"uses {', '.join(planned)}, which is planned and which a recipe cannot say yet."
         raise SpecError(f"layout {one.word}", rule, "Name others with --layouts.")
-    schedule = SCHEDULES[one.schedule] if one.pp > 1 else recipe.layout.pp_schedule
-    usual = one.zero_stage >= 2
+    section = section_of(one.layout, recipe.layout)
+    if one.pp > 1:
+        chunks = one.chunks if one.chunks > 1 else None
+        section = replace(section, pp_schedule=SCHEDULES[one.schedule], pp_chunks=chunks, units=None)
+    usual = one.zero_stage >= 2 and one.pp == 1
     sync = None if bool(one.sync_every) == usual or one.num_microbatches == 1 else ("last", "every")[one.sync_every]
     return replace(
         recipe,
-        layout=replace(section_of(one.layout, recipe.layout), pp_schedule=schedule),
+        layout=section,
         batch=replace(recipe.batch, microbatch_size=one.microbatch_size),
         train=replace(recipe.train, recompute=RECOMPUTE[one.recompute], sync=sync),
         cluster=section_of_cluster(cluster) if cluster else recipe.cluster,
@@ -96,8 +99,6 @@ def missing_lines(recipe: Recipe, option: Option, given: frozenset[str]) -> list
         found.append(f"model.hf = {recipe.model.hf} is no folder here: name the model's folder or its hub id")
     if not option.runs:
         found.append(f"this version does not run {option.word} yet")
-    if option.candidate.chunks > 1:
-        found.append(f"{option.candidate.chunks} chunks a stage: a recipe names the schedule alone")
     return found
 
 

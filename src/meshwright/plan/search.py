@@ -144,8 +144,8 @@ def _chunks(columns: Columns) -> Iterator[Columns]:
 
 
 def runs(columns: Columns) -> Any:
-    """Is this run by this version? Data parallelism, ZeRO and HSDP are; the rest is planned."""
-    return (columns.tp == 1) & (columns.pp == 1) & ~is_planned(columns)
+    """Is this run by this version? All of a `Layout` is; cp, ep and offload are planned."""
+    return ~is_planned(columns)
 
 
 def is_planned(columns: Columns) -> Any:

@@ -17,12 +17,14 @@ class Setting:
     Attributes:
         job: the model and the batch.
         cluster: what it is to run on.
-        cuttable: the optimizer can update a parameter of which each rank has a part.
+        cuttable: the optimizer can update a parameter of which each rank has some rows.
+        elementwise: it updates each weight from the weight's own gradient and state.
     """
 
     job: Job
     cluster: Cluster
     cuttable: bool = True
+    elementwise: bool = True
 
     @property
     def num_devices(self) -> int:
@@ -35,17 +37,12 @@ class Setting:
         return self.cluster.fast_devices
 
 
-def width_of(setting: Setting) -> int:
-    """Hidden units of a feed-forward (of one expert), which tp cuts; 0 where the model does not say."""
-    width = setting.job.model.architecture.get("d_ff")
-    return width if isinstance(width, int) else 0
-
-
 def legal_tp(setting: Setting) -> list[int]:
     """Every tp degree that the model and a node allow."""
-    model, width = setting.job.model, width_of(setting)
-    parts = (model.n_heads, model.n_kv_heads, width, setting.job.seq_len)
-    return [tp for tp in divisors(setting.node) if all(part % tp == 0 for part in parts)]
+    model, seq_len = setting.job.model, setting.job.seq_len
+    kv = max(model.n_kv_heads, 1)
+    degrees = [tp for tp in divisors(setting.node) if model.n_heads % tp == 0 and seq_len % tp == 0]
+    return [tp for tp in degrees if kv % tp == 0 or tp % kv == 0] if setting.elementwise else [1]
 
 
 def tp_near(setting: Setting, one: Candidate) -> str:

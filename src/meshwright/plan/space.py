@@ -11,7 +11,8 @@ Degrees are enumerated as divisors, so that no row has a wrong product. Some row
     microbatch_size  divisors of a rank's samples per step: the largest up to 1, 2, 4, ... 64
     pp_schedule      gpipe, 1f1b, interleaved with 2, 3, 4 or 6 chunks a stage, zero-bubble with 2 or 4, zbv
     recompute        none, selective, full
-    sync             stages 2 and 3 reduce gradients at every microbatch, which is what they are for; else at the last
+    sync             stages 2 and 3 reduce gradients at every microbatch, which is what they are for; else at the last,
+                     and pipelines once their schedule is over
     offload          the optimizer's state, without pipeline stages
 
 Of cp, ep and offload, which are planned and not run yet, one at a time is looked at.
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from meshwright.cost.candidate import OFFLOADS, RECOMPUTE, SCHEDULES, Columns
 from meshwright.spec.model_spec import ModelSpec
 from meshwright.spec.nearest import divisors
+from meshwright.spec.sections import CHUNKED_SCHEDULES
 
 LARGEST_MICROBATCH: Final = 64
 FEWEST_TOKENS: Final = 1024
@@ -64,6 +66,7 @@ class Knobs:
         recompute: none | selective | full.
         sync: last | every.
         schedule: of a pipeline.
+        chunks: stages of a rank, for schedules that have several.
         offload: none | optimizer.
     """
 
@@ -71,6 +74,7 @@ class Knobs:
     recompute: str | None = None
     sync: str | None = None
     schedule: str | None = None
+    chunks: int | None = None
     offload: str | None = None
 
 
@@ -178,13 +182,14 @@ class _Kind(NamedTuple):
 
 def _settings(kind: _Kind, knobs: Knobs) -> NDArray[Any]:
     """Every setting of the knobs, a row each, in the order of KNOB_AXES."""
-    sync = int(kind.zero_stage >= 2) if knobs.sync is None else int(knobs.sync == "every")
+    usual = kind.zero_stage >= 2 and not kind.has_stages
+    sync = int(usual if knobs.sync is None else knobs.sync == "every")
     rows = [
         (micro, max(kind.share // micro, 1), recompute, schedule, chunks, offload, sync)
         for micro, recompute, (schedule, chunks), offload in product(
             _microbatches(kind.share, knobs.microbatch_size),
             _indices(RECOMPUTE, knobs.recompute),
-            _pipelines(kind, knobs.schedule),
+            _pipelines(kind, knobs.schedule, knobs.chunks),
             _offloads(kind, knobs.offload),
         )
     ]
@@ -202,10 +207,13 @@ def _indices(words: Sequence[str], fixed: str | None) -> list[int]:
     return list(range(len(words))) if fixed is None else [words.index(fixed)]
 
 
-def _pipelines(kind: _Kind, fixed: str | None) -> list[tuple[int, int]]:
+def _pipelines(kind: _Kind, fixed: str | None, chunks: int | None) -> list[tuple[int, int]]:
     if not kind.has_stages:
         return [(SCHEDULES.index("1f1b"), 1)]
-    return [(SCHEDULES.index(name), chunks) for name, chunks in PIPELINES if fixed in (None, name)]
+    if chunks is not None:
+        names = [name for name in CHUNKED_SCHEDULES if fixed in (None, name) and (chunks == 2 or name != "zbv")]
+        return [(SCHEDULES.index(name), chunks) for name in names]
+    return [(SCHEDULES.index(name), many) for name, many in PIPELINES if fixed in (None, name)]
 
 
 def _offloads(kind: _Kind, fixed: str | None) -> list[int]:

@@ -16,7 +16,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.decoder import DecoderSpec
 from meshwright.spec.layout import resolve
 from meshwright.spec.model_spec import ModelSpec
-from meshwright.spec.optimizers import OPTIMIZERS
+from meshwright.spec.optimizers import OPTIMIZERS, is_elementwise
 from meshwright.spec.recipe import Recipe
 
 ModelAt = Callable[[int], ModelSpec]
@@ -72,6 +72,7 @@ def request_of(
         asked="" if layouts else _asked(recipe, cluster),
         runs_first=runs_first,
         cuttable=known.cuttable if known else True,
+        elementwise=is_elementwise(recipe.optimizer),
         optimizer=recipe.optimizer.build or recipe.optimizer.name,
         model_at=model_at,
         origin=model.source,
@@ -102,6 +103,7 @@ def _knobs(recipe: Recipe, given: Collection[str]) -> Knobs:
         recompute=recipe.train.recompute if "train.recompute" in given else None,
         sync=recipe.train.sync,
         schedule=recipe.layout.pp_schedule if "layout.pp_schedule" in given else None,
+        chunks=recipe.layout.pp_chunks,
     )
 
 

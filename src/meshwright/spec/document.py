@@ -12,7 +12,7 @@ from meshwright.spec.nearest import shown
 from meshwright.spec.optimizers import OPTIMIZERS, REFUSED, Optimizer, Option
 from meshwright.spec.tables import kind_of
 
-TYPES = {"str": "string", "int": "whole number", "float": "number", "bool": "true or false"}
+TYPES = {"str": "string", "int": "whole number", "float": "number", "bool": "true or false", "Table": "table"}
 
 HEAD = """# The recipe
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import LayoutError
 from meshwright.spec.nearest import around, closest, divisors, listed, multiples_around
-from meshwright.spec.sections import LayoutSection
+from meshwright.spec.sections import CHUNKED_SCHEDULES, LayoutSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
@@ -93,6 +93,10 @@ class Layout:
         """Place of a rank among the dp_degree ranks that see different samples: 0 .. dp_degree - 1."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def last_rank_of(self, dp_rank: int) -> int:
+        """The rank that knows the losses of a data-parallel rank: on the last stage, the first of its tp ranks."""
+        return ((self.pp - 1) * self.dp_degree + dp_rank) * self.tp
 
 
 def stage_conflict(dp_shard: int, zero_stage: int) -> tuple[str, str] | None:
@@ -176,6 +180,13 @@ def section_of(layout: Layout, other: LayoutSection = LayoutSection()) -> Layout
         tp=layout.tp,
         pp=layout.pp,
     )
+
+
+def chunks_of(section: LayoutSection) -> int:
+    """Stages that each rank of a pipeline has: 2 where the schedule has several and none is asked for, else 1."""
+    if section.pp == 1 or section.pp_schedule not in CHUNKED_SCHEDULES:
+        return 1
+    return section.pp_chunks or 2
 
 
 def parse_layout(word: str) -> Layout:

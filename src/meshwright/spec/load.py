@@ -145,12 +145,12 @@ def _value(text: str) -> Any:
 
 
 def _layout_word(table: dict[str, Any], word: str) -> list[Fault]:
-    """Put the degrees of a layout word in place of those given; pp_schedule is no degree and stays."""
+    """Put the degrees of a layout word in place of those given; the other keys of the section stay."""
     try:
         degrees = asdict(parse_layout(word))
     except LayoutError as error:
         return [Fault(error.asked, error.rule, error.nearest)]
     before = table.get("layout")
-    kept = {"pp_schedule": before["pp_schedule"]} if isinstance(before, dict) and "pp_schedule" in before else {}
-    table["layout"] = degrees | kept
+    kept = {name: value for name, value in before.items() if name not in degrees} if isinstance(before, dict) else {}
+    table["layout"] = kept | degrees
     return []

@@ -14,8 +14,9 @@ from meshwright.spec.nearest import around, divisors, listed, multiples_around, 
 from meshwright.spec.optimizers import OPTIMIZERS, is_elementwise, may_fuse, optimizer_faults
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import decay_steps
-from meshwright.spec.sections import KEYS_OF_OTHER_MODELS, DataSection
+from meshwright.spec.sections import CHUNKED_SCHEDULES, KEYS_OF_OTHER_MODELS, DataSection
 from meshwright.spec.tables import Reading
+from meshwright.spec.tensor_rules import style_faults
 
 Rule = Callable[[Recipe, frozenset[str]], Iterator[Fault]]
 """From a recipe and the key paths that its file gives, to what is wrong."""
@@ -276,6 +277,22 @@ def stage_fits_shards(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
             yield Fault("layout.zero_stage", *broken)
 
 
+def tensor_styles_exist(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
+    """Every pattern of layout.tensor has a style that tensor parallelism knows."""
+    yield from style_faults(recipe.layout.tensor or {})
+
+
+def chunks_suit_the_schedule(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
+    """Only interleaved schedules hold several chunks of the model on a stage, and zbv holds 2."""
+    chunks, schedule = recipe.layout.pp_chunks, recipe.layout.pp_schedule
+    where = "layout.pp_chunks"
+    if chunks is not None and schedule not in CHUNKED_SCHEDULES:
+        rule = f"is {chunks} with layout.pp_schedule {schedule}, which has 1 chunk a stage."
+        yield Fault(where, rule, f"Leave it out, or pp_schedule = {listed(CHUNKED_SCHEDULES)}.")
+    elif chunks not in (None, 2) and schedule == "zbv":
+        yield Fault(where, f"is {chunks} with layout.pp_schedule zbv, which has 2 chunks a stage.", "Nearest: 2.")
+
+
 def batch_is_whole(recipe: Recipe, given: frozenset[str]) -> Iterator[Fault]:
     """The batch identity, as far as the layout is known: dp_degree is a multiple of dp_shard in any case."""
     ranks = recipe.layout.dp_shard * (recipe.layout.dp_replicate or 1)
@@ -309,6 +326,8 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (validation_has_samples, ("validation.every_steps", "validation.fraction")),
     (exact_has_no_loss_scale, ("precision.compute", "train.reduction")),
     (stage_fits_shards, ("layout.dp_shard", "layout.zero_stage")),
+    (tensor_styles_exist, ("layout.tensor",)),
+    (chunks_suit_the_schedule, ("layout.pp_chunks", "layout.pp_schedule")),
     (
         batch_is_whole,
         ("batch.global_batch_size", "batch.microbatch_size", "layout.dp_shard", "layout.dp_replicate"),

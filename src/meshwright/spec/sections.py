@@ -13,6 +13,7 @@ SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 KEYS_OF_OTHER_MODELS = {"llama": ("max_seq_len",), "gpt2": ("n_kv_heads", "head_dim", "rope_theta")}
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleaved-zero-bubble", "zbv")
+CHUNKED_SCHEDULES = ("interleaved1f1b", "interleaved-zero-bubble", "zbv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +203,23 @@ class LayoutSection:
     )
     tp: int = key("Ranks over which every matrix is cut.", 1, least=1, knob=True)
     pp: int = key("Pipeline stages.", 1, least=1, knob=True)
+    tensor: Table | None = key(  # noqa: RUF009 -- a field, as with key()
+        "How tp cuts a model of your own: a table of patterns of module or parameter names, such as `layers.*.up`, "
+        "each with a style: `column`, `row`, `vocabulary`, `head`, `partial`, ... (spec/tensor_rules.py has them "
+        "all); `column:8` cuts 8 whole heads.",
+        None,
+        knob=True,
+        left_out="the model's own rules",
+    )
     pp_schedule: str = key(
         "Order of the pipeline's forward and backward passes.", "1f1b", choices=PP_SCHEDULES, knob=True
+    )
+    pp_chunks: int | None = key(
+        "Model chunks that a stage of an interleaved schedule holds; zbv always has 2.",
+        None,
+        least=2,
+        knob=True,
+        left_out="2 for interleaved1f1b, interleaved-zero-bubble and zbv, else 1",
     )
 
 

@@ -125,15 +125,21 @@ def _field_fault(where: str, part: Table, field: Field[Any]) -> Fault | None:
         right = isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
         near = 'Nearest: [{ pattern = "*.bias", weight_decay = 0.0 }].'
         return None if right else Fault(where, f"is {shown(value)}, must be a list of tables.", near)
+    if kind_of(field) == "Table":
+        right = isinstance(value, Mapping) and all(isinstance(item, str) for item in value.values())
+        near = 'Nearest: { "layers.*.up" = "column" }.'
+        return None if right else Fault(where, f"is {shown(value)}, must be a table of patterns and words.", near)
     return value_fault(where, value, kind_of(field), about(field))
 
 
 def _as_field(value: Any, field: Field[Any]) -> Any:
-    return tuple(_plain(item) for item in value) if field.name == "groups" else converted(value, kind_of(field))
+    if field.name == "groups":
+        return tuple(_plain(item) for item in value)
+    return _plain(value) if kind_of(field) == "Table" else converted(value, kind_of(field))
 
 
 def kind_of(field: Field[Any]) -> str:
-    """The type a key is declared with, without `| None`: `str`, `int`, `float`, `bool` or that of `groups`."""
+    """The type a key is declared with, without `| None`: `str`, `int`, `float`, `bool`, `Table` or that of `groups`."""
     return str(field.type).removesuffix(" | None")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -72,12 +72,13 @@ class MeanBuffers:
             self._changes.setdefault(number, {})[microbatch] = difference
         self._kept.put_back()
 
-    def settle(self, num_microbatches: int, degree: int) -> None:
+    def settle(self, num_microbatches: int, degree: int, group: Any = None) -> None:
         """Change the buffers by what all ranks noted; collective.
 
         Args:
             num_microbatches: of the step that had rows, all ranks together.
             degree: data-parallel ranks.
+            group: theirs.
         """
         before = self._kept.before()
         if not before:
@@ -85,11 +86,11 @@ class MeanBuffers:
         changed = torch.tensor([float(number in self._changes) for number in range(len(before))])
         changed = changed.to(before[0].device)
         if degree > 1:
-            dist.all_reduce(changed, dist.ReduceOp.MAX)
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         for number in changed.nonzero().flatten().tolist():
             rows = self._rows(number, before[number], num_microbatches)
             if degree > 1:
-                dist.all_reduce(rows)  # each has one owner, and zeros from the others
+                dist.all_reduce(rows, group=group)  # each has one owner, and zeros from the others
             self._kept.add(number, _together(rows, before[number].is_floating_point()))
 
     def _rows(self, number: int, like: torch.Tensor, num_microbatches: int) -> torch.Tensor:

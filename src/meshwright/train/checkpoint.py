@@ -16,10 +16,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
-from meshwright.parallel.leaves import local, rows_here
+from meshwright.parallel.homes import Homes
+from meshwright.parallel.leaves import local
 from meshwright.spec.nearest import first_of
 from meshwright.train import stored
 from meshwright.train.agree import Agreement
@@ -85,7 +85,9 @@ def _write(target: Path, path: Path, pieces: list[Piece], agreement: Agreement) 
     for entry in entries:
         piece = by_name[entry.name]
         if writer is not None:
-            writer.add(piece.whole())
+            tensor = piece.whole()
+            assert tensor is not None, "rank 0 has what it put together"
+            writer.add(tensor)
         elif piece.is_cut:
             piece.whole()
     agreement.on_rank_0(lambda: _attempt(target, _close_of(writer)))
@@ -172,15 +174,15 @@ def load(checkpoint: Stored, state: State) -> None:
     Raises:
         CheckpointError: a file cannot be read here, or its tensors are not the model's.
     """
-    wanted = state.weights()
     with _reading(checkpoint.path / MODEL) as file:
-        _require_same(checkpoint, _shapes(file), {piece.name: tuple(piece.entry.shape) for piece in wanted})
+        _require_same(checkpoint, _shapes(file), {name: home.shape for name, home in state.homes.homes.items()})
         with _reading(checkpoint.path / OPTIMIZER) as moments:
-            _require_trained(checkpoint, list(moments.keys()), state.optimizer)
+            _require_trained(checkpoint, list(moments.keys()), state)
             with torch.no_grad():
-                for piece in wanted:
-                    piece.part.copy_(_rows(file, piece.name, piece.like))
+                for name, like in state.here():
+                    local(like).copy_(_part(file, name, name, like, state.homes))
             load_named_state(state.optimizer, _laid(moments, state))
+    state.spreading.refresh()
 
 
 def _laid(moments: Any, state: State) -> dict[str, torch.Tensor]:
@@ -189,28 +191,31 @@ def _laid(moments: Any, state: State) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for key in moments.keys():  # noqa: SIM118 -- an open file, not a dictionary
         kind, _, name = key.partition("/")
-        leaf = leaves[name]
+        leaf = leaves.get(name)
+        if leaf is None:
+            continue  # of another stage of a pipeline
         is_number = kind in COUNTERS
-        found[key] = moments.get_tensor(key) if is_number else leaf.laid(_rows(moments, key, leaf.parameter))
+        part = moments.get_tensor(key) if is_number else _part(moments, key, name, leaf.parameter, state.homes)
+        found[key] = part if is_number else leaf.laid(part)
     return found
 
 
-def _rows(file: Any, name: str, like: torch.Tensor) -> torch.Tensor:
-    """The rows of a tensor in a file that this rank has of `like`; all of it if it has another shape."""
-    if not isinstance(like, DTensor):
-        return cast(torch.Tensor, file.get_tensor(name))
-    found = file.get_slice(name)
-    shape = found.get_shape()
-    if tuple(shape) != tuple(like.shape):
+def _part(file: Any, key: str, name: str, like: torch.Tensor, homes: Homes) -> torch.Tensor:
+    """The part of a tensor in a file that this rank has of a parameter; all of it if nothing is cut."""
+    index = homes.index(name, like)
+    if not index:
+        return cast(torch.Tensor, file.get_tensor(key))
+    found = file.get_slice(key)
+    shape, wanted = tuple(found.get_shape()), homes.of(name).shape
+    if shape != wanted:
         raise CheckpointError(
-            f"optimizer state {name}",
-            f"has shape {tuple(shape)}, its parameter {tuple(like.shape)}: ZeRO cannot cut it.",
-            "Resume on a layout without dp_shard.",
+            f"optimizer state {key}",
+            f"has shape {shape}, its parameter {wanted}: it cannot be cut.",
+            "Resume on a layout without dp_shard and tp.",
         )
-    rows = rows_here(like)
-    if rows.start == rows.stop:
-        return local(like).new_empty((0, *shape[1:]))
-    return cast(torch.Tensor, found[rows])
+    if any(piece.start == piece.stop for piece in index):
+        return local(like).new_empty([piece.stop - piece.start for piece in index])
+    return cast(torch.Tensor, found[index])
 
 
 @contextmanager
@@ -229,10 +234,11 @@ def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- an open file
 
 
-def _require_trained(checkpoint: Stored, moments: list[str], optimizer: torch.optim.Optimizer) -> None:
+def _require_trained(checkpoint: Stored, moments: list[str], state: State) -> None:
     """Refuse to drop the state of parameters that were trained and are frozen now."""
-    trained = {name for group in optimizer.param_groups for name in group[NAMES]}
-    frozen = sorted({key.partition("/")[2] for key in moments} - trained)
+    trained = {name for group in state.optimizer.param_groups for name in group[NAMES]}
+    elsewhere = state.homes.homes.keys() - dict(state.here()).keys()
+    frozen = sorted({key.partition("/")[2] for key in moments} - trained - elsewhere)
     if frozen:
         raise CheckpointError(
             f"checkpoint {checkpoint.path}",

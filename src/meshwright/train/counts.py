@@ -41,6 +41,8 @@ def counts_first(stepper: Stepper, mine: list[Microbatch], pairs: list[Pair] | N
     """
     if callable(getattr(stepper.loss, "counts", None)):
         return _weights(stepper, [_said(stepper, microbatch) for microbatch in mine])
+    if stepper.parallel.pipeline is not None:
+        return [None]  # the last stage finds out, and refuses more
     if pairs is None:
         return []
     if len(pairs) == 1:
@@ -75,7 +77,7 @@ def _weights(stepper: Stepper, rows: list[list[torch.Tensor]]) -> Weights:
         raise SpecError("the loss function", f"returned {lengths[0]} and {lengths[1]} pairs in one step.")
     counts = torch.stack([torch.stack(row) for row in rows]).sum(0)  # (pairs,)
     if stepper.mesh.layout.dp_degree > 1:
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=stepper.mesh.groups.dp)
     return [None] if len(counts) == 1 else list(1.0 / torch.where(counts > 0, counts, 1.0))
 
 

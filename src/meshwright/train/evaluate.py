@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.spec.batch import BatchPlan, microbatches_of_rank
-from meshwright.train.loader import Place, Source, to_device
+from meshwright.train.loader import Microbatch, Place, Source, to_device
 from meshwright.train.loss import Pair, divisor
 from meshwright.train.order import Split
+from meshwright.train.piped import evaluated
 from meshwright.train.step import Stepper
 from meshwright.train.sums import added
 
@@ -42,11 +43,11 @@ def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int
     stepper.parallel.announce(False, False)
     try:
         with torch.no_grad():
-            for microbatch in source.stream(held_out_places(split, batch, stepper.mesh.dp_rank)):
-                pairs = stepper.pairs(to_device(microbatch.batch, stepper.mesh.device))
+            stream = source.stream(held_out_places(split, batch, stepper.mesh.dp_rank))
+            for microbatch, pairs in _all_pairs(stepper, stream):
                 if table is None:
                     table = torch.zeros(total, len(pairs), 2, dtype=torch.float64)
-                if len(microbatch.ids):
+                if len(microbatch.ids) and stepper.tells:
                     table[microbatch.index] = _row(pairs)
     finally:
         stepper.parallel.settle()
@@ -55,11 +56,20 @@ def evaluate(stepper: Stepper, source: Source, split: Split) -> tuple[float, int
     stepper.parallel.require_same()
     assert table is not None, "a split without held-out samples is not evaluated"
     table = table.to(stepper.mesh.device)
-    if batch.dp_degree > 1:
+    if not stepper.mesh.is_alone:
         dist.all_reduce(table)
     totals, counts = ([added(column) for column in part] for part in table.permute(2, 1, 0).tolist())
     loss = math.fsum(total / divisor(count) for total, count in zip(totals, counts, strict=True))
     return loss, split.num_held_out
+
+
+def _all_pairs(stepper: Stepper, stream: Iterator[Microbatch]) -> Iterator[tuple[Microbatch, list[Pair]]]:
+    """Each microbatch with what the loss function says of it; nothing but zeros where another stage has the end."""
+    if stepper.parallel.pipeline is not None:
+        yield from evaluated(stepper, stream)
+        return
+    for microbatch in stream:
+        yield microbatch, stepper.pairs(to_device(microbatch.batch, stepper.mesh.device))
 
 
 def _row(pairs: Sequence[Pair]) -> torch.Tensor:

@@ -25,8 +25,8 @@ from meshwright.train.loss import LossFunction
 Bytes = Mapping[str, Mapping[str, int]]
 """Bytes by moment and term."""
 
-Forecast = Callable[[Recipe, Layout, str, ModelSpec], Bytes]
-"""forecast(recipe, layout, device type, model): what the fullest rank should measure."""
+Forecast = Callable[[Recipe, Layout, str, ModelSpec, int], Bytes]
+"""forecast(recipe, layout, device type, model, pp rank): what that rank should measure."""
 
 LIMIT_S: Final = 20.0
 """How long a run's end waits for a prediction that is not there yet."""
@@ -121,7 +121,7 @@ class Seer:
         forecast = self._forecast
         if forecast is not None:
             one = blueprint
-            self._work = Forked(lambda: forecast(one.recipe, one.layout, one.device, one.trace()))
+            self._work = Forked(lambda: forecast(one.recipe, one.layout, one.device, one.trace(), 0))  # rank 0 measures
 
     def result(self, limit_s: float) -> tuple[Bytes | None, str]:
         """The prediction; or None, and why there is none (yet).

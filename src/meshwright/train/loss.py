@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from meshwright.errors import SpecError
+from meshwright.parallel.tensor_loss import VocabularyPart, vocabulary_cross_entropy
 from meshwright.train.corpus import IGNORED
 from meshwright.train.loader import Batch
 
@@ -34,19 +35,31 @@ class Pair:
     count: torch.Tensor | float
 
 
-def token_cross_entropy(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def token_cross_entropy(
+    model: nn.Module, batch: Batch, *, part: VocabularyPart | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over the label tokens, and their number; labels of -100 count for nothing.
 
     Args:
         model: tokens (b, s) -> logits (b, s, v), or an output that has them as `.logits`.
         batch: `tokens` and `labels`, each (b, s) int64.
+        part: which logits the model gives on this rank, where tensor parallelism leaves them cut; None for all.
     """
     tokens, labels = _tokens_and_labels(batch)
-    out = model(tokens)
+    return cross_entropy_of(model(tokens), labels, part=part)
+
+
+def cross_entropy_of(
+    out: Any, labels: torch.Tensor, *, part: VocabularyPart | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of what the model returned, `out`."""
     logits = out.logits if hasattr(out, "logits") else out
     # fp32 for the sum over the vocabulary and the tokens; fp64 stays fp64
     logits = logits.flatten(0, 1) if logits.dtype == torch.float64 else logits.flatten(0, 1).float()
-    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    if part is None:
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    else:
+        total = vocabulary_cross_entropy(logits, labels.flatten(), part, IGNORED)
     return total, (labels != IGNORED).sum()
 
 

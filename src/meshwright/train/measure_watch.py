@@ -105,7 +105,7 @@ def standing(state: State, device: torch.device) -> dict[str, Blocks]:
         PARAMETERS: [*state.model.parameters(), *trained],
         GRADIENTS: _gradients_of(state),
         OPTIMIZER_STATE: _tensors(state.optimizer.state.values()),
-        BUFFERS: state.model.buffers(),
+        BUFFERS: [*state.model.buffers(), *state.spreading.received()],
     }
     taken: set[int] = set()
     found: dict[str, Blocks] = {}

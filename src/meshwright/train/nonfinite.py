@@ -12,6 +12,7 @@ from meshwright.errors import NonFiniteError
 from meshwright.spec.batch import microbatches_of_rank
 from meshwright.train.counts import Weights
 from meshwright.train.loader import Microbatch
+from meshwright.train.piped import first_bad_of_pipeline
 
 if TYPE_CHECKING:
     from meshwright.train.step import Stepper
@@ -57,7 +58,7 @@ def _place(stepper: Stepper, samples: int, index: int) -> str:
     degree = stepper.mesh.layout.dp_degree
     total = -(-samples // stepper.rules.batch.microbatch_size)  # fewer in the last step of an epoch
     owner = next((r for r in range(degree) if index in microbatches_of_rank(total, degree, r)), degree - 1)
-    return f"rank {owner}, microbatch {index}"
+    return f"rank {stepper.mesh.layout.last_rank_of(owner)}, microbatch {index}"
 
 
 def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | None) -> int | None:
@@ -69,6 +70,9 @@ def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | N
     first, gradients = float("inf"), stepper.gradients
     if weights is not None:
         gradients.watch()
+        if stepper.parallel.pipeline is not None:
+            first = first_bad_of_pipeline(stepper, mine)
+            mine = []
         for microbatch in mine:
             gradients.drop()
             pairs = stepper.forward(microbatch, reduce=gradients.replays_reduced)
@@ -77,7 +81,7 @@ def _bad_gradient(stepper: Stepper, mine: list[Microbatch], weights: Weights | N
                 first = float(microbatch.index)
         stepper.parallel.settle()
     found = torch.tensor(first, dtype=torch.float64, device=stepper.mesh.device)
-    if stepper.mesh.layout.dp_degree > 1:
+    if not stepper.mesh.is_alone:
         dist.all_reduce(found, dist.ReduceOp.MIN)
     index = found.item()
     return int(index) if math.isfinite(index) else None

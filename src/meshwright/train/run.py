@@ -32,7 +32,7 @@ from meshwright.train.loader import Microbatch
 from meshwright.train.measure_record import MemoryRecord
 from meshwright.train.native import keep_freed_memory
 from meshwright.train.record import Console, Recorder, metrics_row, require_tensorboard
-from meshwright.train.replicas import reconcile_buffers, require_equal_weights
+from meshwright.train.replicas import reconcile_buffers
 from meshwright.train.run_folder import (
     Start,
     find_start,
@@ -203,7 +203,7 @@ class Run:
         scaler.scale, scaler.good_steps = checkpoint.manifest["loss_scale"]
         self.trainer.stepper.gradients.load(checkpoint.manifest.get("grid", {}))
         self._digest = str(checkpoint.manifest["weights_sha256"])
-        require_equal_weights(self.trainer.model, self.world.world_size, "after loading the checkpoint")
+        self.trainer.require_equal("after loading the checkpoint")
         self._row = self.agreement.on_rank_0(lambda: last_row(folder, checkpoint.step))
         if checkpoint.step >= self.end:
             self._ended = self.agreement.on_rank_0(lambda: read_summary(folder, checkpoint.step))
@@ -299,7 +299,7 @@ class Run:
 
     def _reconcile_buffers(self) -> None:
         """Make the running statistics of all ranks one, and say once which other buffers have drifted apart."""
-        drifted = reconcile_buffers(self.trainer.model, self.world.world_size)
+        drifted = reconcile_buffers(self.trainer.model, self.trainer.mesh)
         if drifted and not self._has_told_of_drift:
             self._has_told_of_drift = True
             self.console.warn(f"buffers differ between ranks, and rank 0's are saved: {', '.join(drifted[:4])}")
@@ -324,7 +324,7 @@ class Run:
         self.agreement.meet()
         self.trainer.stepper.parallel.settle()
         self._reconcile_buffers()
-        require_equal_weights(self.trainer.model, self.world.world_size, f"at step {step}")
+        self.trainer.require_equal(f"at step {step}")
         _, self._digest = save(home, step, self.trainer.state, self._facts(), keep, self.agreement)
         self._saved_step = step
 
@@ -360,7 +360,7 @@ class Run:
         """End the run with a checkpoint of its last step and summary.json; collective. Returns what that holds."""
         if self.folder is None:
             self._reconcile_buffers()
-            require_equal_weights(self.trainer.model, self.world.world_size, f"at step {self.done}")
+            self.trainer.require_equal(f"at step {self.done}")
             self._digest = digest_of(self.trainer.state.weights(), self.world.speaks)
         self.save()
         summary = self._ended or self.agreement.on_rank_0(self._summarise)

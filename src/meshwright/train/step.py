@@ -44,6 +44,7 @@ from meshwright.train.loss import LossFunction, Pair, divisor, pairs_of
 from meshwright.train.measure import Unwatched, Watch
 from meshwright.train.nonfinite import refuse_nonfinite
 from meshwright.train.optimizer import set_rate
+from meshwright.train.piped import pass_through
 from meshwright.train.pulse import Pulse
 from meshwright.train.scaler import LossScaler
 from meshwright.train.sums import Seen, StepSums, read
@@ -157,6 +158,8 @@ class Stepper:
 
     def _pass(self, mine: list[Microbatch]) -> tuple[StepSums, Weights]:
         """Forward and backward of this rank's microbatches."""
+        if self.parallel.pipeline is not None:
+            return pass_through(self, mine)
         sums, weights = self.begin(mine[0].step), counts_first(self, mine)
         for microbatch in mine:
             pairs = self.forward(microbatch, reduce=self.reduces(microbatch))
@@ -181,7 +184,12 @@ class Stepper:
 
     def empty_sums(self) -> StepSums:
         """Sums of no microbatch yet."""
-        return StepSums(self.rules.batch.total_microbatches, self.mesh.device)
+        return StepSums(self.rules.batch.total_microbatches, self.mesh.device, counts=self.tells)
+
+    @property
+    def tells(self) -> bool:
+        """Does this rank tell what came of its microbatches? Of those that share them one does."""
+        return self.mesh.tp_rank == 0 and (self.parallel.pipeline is None or self.parallel.pipeline.ends)
 
     def reduces(self, microbatch: Microbatch) -> bool:
         """Does the backward pass of this microbatch reduce gradients over the ranks?"""
@@ -199,7 +207,7 @@ class Stepper:
     def pairs(self, batch: Batch) -> list[Pair]:
         """What the loss function says of a batch."""
         with explained():
-            pairs = pairs_of(self.parallel.entry(self.loss, batch), batch, self._warn_once)
+            pairs = pairs_of(self.parallel.entry(self.loss, batch), batch, self.warn_once)
         if any(isinstance(pair.total, DTensor) for pair in pairs):
             raise used_outside()
         return pairs
@@ -220,7 +228,8 @@ class Stepper:
                 "largest; said once"
             )
 
-    def _warn_once(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
+        """Tell rank 0's user something that one run says once."""
         if not self._has_warned and self.mesh.rank == 0:
             self.warn(text)
         self._has_warned = True
@@ -238,9 +247,21 @@ class Stepper:
         self.pulse.beat(microbatch.step + 1, "backward", microbatch.index)
         self.watch.enter(BACKWARD)
         sums.add(microbatch, pairs)
+        objective = self.objective(pairs, weights)
+        self.gradients.at(microbatch.index)
+        torch.autograd.backward(self.parallel.before_backward(objective))
+        if self._buffers is not None:
+            self._buffers.take(microbatch.index)
+
+    def objective(self, pairs: list[Pair], weights: Weights) -> torch.Tensor:
+        """What the backward pass of a microbatch starts from."""
         if len(pairs) != len(weights):
             rule = f"returned {len(pairs)} pairs, and its `counts` has {len(weights)} numbers."
-            raise SpecError("the loss function", rule, "One count for each pair.")
+            if self.parallel.pipeline is not None and weights == [None]:
+                rule = f"returned {len(pairs)} pairs, and a pipeline must know their counts before the first backward."
+            raise SpecError(
+                "the loss function", rule, "One count for each pair: give it `counts` (docs/same-training.md)."
+            )
         terms = [
             pair.total if weight is None else pair.total * weight for pair, weight in zip(pairs, weights, strict=True)
         ]
@@ -251,11 +272,7 @@ class Stepper:
                 "returned a sum that does not depend on the model's parameters.",
                 "Return it undetached.",
             )
-        self.gradients.at(microbatch.index)
-        scaled = objective * self.scaler.scale if self.scaler.enabled else objective
-        torch.autograd.backward(self.parallel.before_backward(scaled))
-        if self._buffers is not None:
-            self._buffers.take(microbatch.index)
+        return objective * self.scaler.scale if self.scaler.enabled else objective
 
     def finish(self, sums: StepSums, mine: list[Microbatch], weights: Weights, *, replay: bool = True) -> StepResult:
         """Combine the ranks' sums, decide together, clip, and update.
@@ -272,7 +289,7 @@ class Stepper:
         step = mine[0].step
         self.pulse.beat(step + 1, "optimizer")
         self._settle()
-        seen = read(sums, self.gradients, weights, self.mesh.layout.dp_degree)
+        seen = read(sums, self.gradients, weights, self.mesh.layout.world_size)
         self.idle = seen.gradients.idle
         count = divisor(seen.counts[0]) if weights == [None] else 1.0  # several pairs were divided before backward
         scale = self.gradients.factor / count / self.scaler.scale
@@ -285,7 +302,7 @@ class Stepper:
             require_counts(seen.counts, seen.weights)
             if self._buffers is not None:
                 total = -(-seen.samples // self.rules.batch.microbatch_size)  # fewer in the last step of an epoch
-                self._buffers.settle(total, self.mesh.layout.dp_degree)
+                self._buffers.settle(total, self.mesh.layout.dp_degree, self.mesh.groups.dp)
             self._tell_of_lost(step + 1, seen.gradients.lost)
             self._update(step, scale * self._clipping(norm))
         elif self._before is not None:
@@ -314,6 +331,8 @@ class Stepper:
         self.gradients.scale(factor)
         self.seeds.at(step, -1)  # an optimizer that adds noise must add the same on every rank
         self.optimizer.step()
+        if self.parallel.spreading is not None:
+            self.parallel.spreading.refresh()
 
 
 def weighed(microbatch: Microbatch, pairs: list[Pair]) -> list[Pair]:

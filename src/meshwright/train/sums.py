@@ -40,10 +40,16 @@ class Seen:
 
 @final
 class StepSums:
-    """What a rank adds up over the microbatches of one step. Tensors stay on the device until the step's one read."""
+    """What a rank adds up over the microbatches of one step. Tensors stay on the device until the step's one read.
 
-    def __init__(self, num_microbatches: int, device: torch.device) -> None:
-        self.num_microbatches, self.device = num_microbatches, device
+    Args:
+        num_microbatches: of the step, all ranks together.
+        device: of the sums.
+        counts: is this the rank of its microbatches? Of those that share them by tp or pp one is.
+    """
+
+    def __init__(self, num_microbatches: int, device: torch.device, *, counts: bool = True) -> None:
+        self.num_microbatches, self.device, self._counts = num_microbatches, device, counts
         self.totals: list[list[torch.Tensor]] = []  # a row for each microbatch, a scalar for each pair
         self.counts: list[list[torch.Tensor | float]] = []
         self.indices: list[int] = []
@@ -62,7 +68,7 @@ class StepSums:
         # A copy, because a loss function may write each microbatch's count into one tensor.
         self.counts.append([p.count.clone() if isinstance(p.count, torch.Tensor) else p.count for p in pairs])
         self.indices.append(microbatch.index)
-        self.ids += microbatch.ids.tolist()
+        self.ids += microbatch.ids.tolist() if self._counts else []
 
     def vector(self) -> torch.Tensor:
         """(microbatches x (2 pairs + 1) + 1,) fp64, to be summed over ranks.
@@ -74,6 +80,8 @@ class StepSums:
         not_finite = (~(totals + counts).isfinite()).sum(1, keepdim=True, dtype=torch.float64)
         mine = torch.cat([totals, counts, not_finite], dim=1)
         rows = mine.new_zeros(self.num_microbatches, mine.shape[1])
+        if not self._counts:
+            return torch.cat([rows.reshape(-1), rows.new_zeros(1)])
         rows.index_add_(0, torch.tensor(self.indices, device=self.device), mine)
         return torch.cat([rows.reshape(-1), rows.new_tensor([float(len(self.ids))])])
 
@@ -83,18 +91,18 @@ class StepSums:
         return torch.stack(scalars).reshape(len(rows), self.pairs)
 
 
-def read(sums: StepSums, gradients: Gradients, weights: Weights, dp_degree: int) -> Seen:
+def read(sums: StepSums, gradients: Gradients, weights: Weights, ranks: int) -> Seen:
     """All-reduce the sums and what must be known of the gradients, and read all at once; collective.
 
     Args:
         sums: of this rank.
         gradients: after the last backward pass.
         weights: what the pairs were weighted by.
-        dp_degree: data-parallel ranks.
+        ranks: all of them.
     """
     own, theirs = sums.vector(), gradients.summed()
     vector = torch.cat([own, theirs])
-    if dp_degree > 1:
+    if ranks > 1:
         dist.all_reduce(vector)
     known = gradients.known()
     weighed = [weight.to(vector.device).reshape(1) for weight in weights if weight is not None]

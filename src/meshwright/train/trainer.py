@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,14 +19,17 @@ from meshwright.models.built import Built, fill_whole
 from meshwright.models.casting import COMPUTE_DTYPES
 from meshwright.models.hf_config import hf_vocab_size
 from meshwright.models.resolve import call_build, resolve_callable
-from meshwright.parallel.apply import Spread, apply
+from meshwright.parallel.apply import apply
+from meshwright.parallel.entry import Parallel
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.seeding import MicrobatchSeeds
+from meshwright.parallel.spread import Spread
 from meshwright.spec.batch import lr_factor, plan_batch
-from meshwright.spec.layout import resolve
+from meshwright.spec.layout import chunks_of, resolve
 from meshwright.spec.optimizers import is_elementwise, may_fuse
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.sections import ClusterSection
+from meshwright.spec.tensor_rules import TensorRules
 from meshwright.train.corpus import load_corpus
 from meshwright.train.dataset import DatasetSource
 from meshwright.train.foresight import Blueprint
@@ -38,6 +42,7 @@ from meshwright.train.runnable import require_runnable
 from meshwright.train.scaler import LossScaler
 from meshwright.train.state import State
 from meshwright.train.step import Stepper, StepRules
+from meshwright.train.tensor_rules import tensor_rules_of
 from meshwright.train.world import World
 
 
@@ -79,12 +84,13 @@ class Trainer:
     def __init__(
         self, recipe: Recipe, world: World, parts: Parts | None = None, seer: Callable[[Blueprint], None] | None = None
     ) -> None:
+        self._has_loop = parts is not None  # of its own, which may call the model itself
         self._parts = parts = parts or Parts()
         self.recipe, self.world = recipe, world
         torch.set_num_threads(recipe.train.threads_per_rank)
         self.layout = resolve(recipe.layout, world.world_size)
         require_runnable(recipe, self.layout)
-        self.mesh = make_mesh(self.layout, world.rank, world.world_size, world.device)
+        self.mesh = make_mesh(self.layout, world.rank, world.world_size, world.device, world.timeout_s)
         self.batch = plan_batch(recipe.batch, self.layout.dp_degree)
         self.lr_scaling = lr_factor(recipe.optimizer, recipe.batch)
         self.source, self.about_data, vocab_size = _source(recipe, world, parts)
@@ -98,7 +104,7 @@ class Trainer:
         if seer is not None:
             seer(self._blueprint(built, _loss(recipe, parts)))
         # What is cut gets its memory after the cut, or is moved to the device by FSDP, unit by unit: no device has all.
-        cuts = self.layout.dp_shard > 1
+        cuts = self.layout.world_size > self.layout.dp_replicate
         self._built = built if cuts else fill_whole(built)
         self.model = built.module if cuts else built.module.to(world.device)
         require_trainable(parameters_in_order(self.model))
@@ -118,7 +124,7 @@ class Trainer:
         recipe, world = self.recipe, self.world
         fill = self._built.fill
         if fill is None:
-            require_equal_weights(self.model, world.world_size, "before the first step")
+            require_equal_weights(self.model, self.mesh, "before the first step", whole=True)
         seeds = MicrobatchSeeds(recipe.train.seed)
         seeds.attach(self.model)
         loss, compute = _loss(recipe, parts), recipe.precision.compute
@@ -131,13 +137,19 @@ class Trainer:
             elementwise=parts.optimizer is None and is_elementwise(recipe.optimizer),
             num_microbatches=self.batch.total_microbatches,
             units=recipe.layout.units.split() if recipe.layout.units else None,
-            timeout_s=world.timeout_s,
+            tensor=self._tensor_rules() if self.layout.tp > 1 else None,
+            loss_parallel=loss is token_cross_entropy and not self._has_loop,
+            schedule=recipe.layout.pp_schedule,
+            chunks=chunks_of(recipe.layout),
             fill=fill,
             entered=world.pulse.enter,
         )
+        self._parameter_count = sum(p.numel() for _, p in parameters_in_order(self.model))
         parallel = apply(self.model, self.mesh, spread)
         if fill is not None:
-            require_equal_weights(self.model, world.world_size, "before the first step")
+            self.require_equal("before the first step", parallel)
+        if parallel.spreading is not None and parallel.spreading.vocabulary is not None:
+            loss = partial(token_cross_entropy, part=parallel.spreading.vocabulary)
         # After `apply`: what cuts parameters replaces them, and an optimizer of the old ones would train nothing.
         self.optimizer = build_optimizer(
             recipe.optimizer,
@@ -167,6 +179,22 @@ class Trainer:
             pulse=world.pulse,
         )
 
+    def _tensor_rules(self) -> TensorRules:
+        """How tp cuts the model: by the recipe's table, else by the model's own."""
+        return tensor_rules_of(self.model, self.recipe)
+
+    def require_equal(self, when: str, parallel: Parallel | None = None) -> None:
+        """Stop if replicas differ; collective.
+
+        Args:
+            when: for the message.
+            parallel: the model as it is spread, while the stepper is not made yet.
+        """
+        spreading = (parallel or self.stepper.parallel).spreading
+        assert spreading is not None, "apply says where tensors live"
+        copies = {name: home.cut.copies for name, home in spreading.homes.homes.items() if home.cut is not None}
+        require_equal_weights(self.model, self.mesh, when, copies)
+
     @property
     def has_own_optimizer(self) -> bool:
         """Is the optimizer none of the table's?"""
@@ -175,7 +203,9 @@ class Trainer:
     @property
     def state(self) -> State:
         """What a checkpoint saves and loads."""
-        return State(self.model, self.optimizer, self.stepper.gradients.leaves)
+        spreading = self.stepper.parallel.spreading
+        assert spreading is not None, "apply says where tensors live"
+        return State(self.model, self.optimizer, self.stepper.gradients.leaves, spreading)
 
     def stream(self, first_step: int, end_step: int) -> Iterator[Microbatch]:
         """This rank's microbatches of the steps in range(first_step, end_step), loaded ahead."""
@@ -184,7 +214,7 @@ class Trainer:
 
     def lines(self) -> list[str]:
         """What the user should know before the first step."""
-        count = sum(parameter.numel() for _, parameter in parameters_in_order(self.model))
+        count = self._parameter_count
         name = self.recipe.model.name or type(self.model).__name__
         batch, ranks = self.batch, self.layout.dp_degree
         lines = [
@@ -206,6 +236,11 @@ class Trainer:
             [] if self.recipe.cluster == ClusterSection() else ["[cluster] is for planning; a run takes this machine"]
         )
         told = [*cluster, *self._built.warnings]
+        if self.layout.tp > 1 and self.recipe.train.reduction == "exact":
+            told.append(
+                f"exact mode with tp {self.layout.tp}: tp cuts inside matrix products, so the weights are the same "
+                "from run to run, and equal to those of one process up to rounding, not to the bit"
+            )
         norms = batch_norms(self.model)
         if not norms or self.batch.total_microbatches == 1:
             return told

@@ -1,0 +1,76 @@
+"""Tensor and pipeline parallelism, alone and with data parallelism, train what one process trains.
+
+`make matrix` runs all of it; `make test` a sample in which each layout, schedule and model occurs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.spec.layout import parse_layout
+from train.matrix import BOUNDS
+from train.parity import Record, largest_distances
+from train.spread_matrix import CELLS, sampled, table_of, trainings
+
+WORSE = 3.0
+"""How much further from fp64 an fp32 gradient may be under tp than in one process. tp cuts inside matrix products, so
+sums round at other places and at some more of them: an error of the same kind and size, but another one."""
+
+
+@pytest.fixture(scope="module")
+def single(run_ranks):
+    """What one process trains; each model once."""
+    known: dict[Any, tuple[Record, str]] = {}
+
+    def train(schedule: str, model: str) -> dict[tuple[str, bool], tuple[Record, str]]:
+        found = {}
+        for kind, table in _tables("single", schedule, model).items():
+            at = (model, table["train"]["recompute"], kind)
+            if at not in known:
+                ((known[at],),) = run_ranks(1, trainings, table, limit_s=120.0)
+            found[kind] = known[at]
+        return found
+
+    return train
+
+
+def _tables(layout: str, schedule: str, model: str) -> dict[tuple[str, bool], dict[str, Any]]:
+    """What a cell trains, by compute type and mode; exact mode promises one digest where tp is 1."""
+    kinds = [("fp64", False), ("fp32", False), ("fp32", True)]
+    tables = {kind: table_of(layout, schedule, model, kind[0], exact=kind[1]) for kind in kinds}
+    for table in tables.values():
+        if table["layout"]["pp"] == 1:
+            table["layout"].pop("pp_schedule", None)
+    return tables
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=[] if sampled(c) else pytest.mark.matrix, id=" ".join(filter(None, c))) for c in CELLS],
+)
+def test_a_layout_trains_what_one_process_trains(run_ranks, single, cell) -> None:
+    layout, schedule, model = cell
+    degrees = parse_layout(layout)
+    tables = _tables(layout, schedule, model)
+    kinds = [kind for kind in tables if not kind[1] or degrees.tp == 1]
+    ranks = run_ranks(degrees.world_size, trainings, *(tables[kind] for kind in kinds), limit_s=300.0, timeout_s=100.0)
+    expected = single(schedule, model)
+    for i, kind in enumerate(kinds):
+        found, digest = ranks[0][i]
+        for rank in ranks:
+            assert (rank[i][0].losses, rank[i][0].norms) == (found.losses, found.norms)
+        of_one, one_digest = expected[kind]
+        ids = [sorted(number for rank in ranks for number in rank[i][0].ids[step]) for step in range(len(found.ids))]
+        assert ids == [sorted(step) for step in of_one.ids]
+        if kind == ("fp32", True):
+            assert (digest, found.losses, found.norms) == (one_digest, of_one.losses, of_one.norms)
+        elif degrees.tp > 1 and kind[0] == "fp32":
+            true = expected["fp64", False][0]
+            far, own = largest_distances(found, true), largest_distances(of_one, true)
+            assert far["gradient"] <= WORSE * own["gradient"], f"{far} beside {own}"
+            assert all(far[name] <= BOUNDS["fp32"][name] for name in far if name != "gradient"), far
+        else:
+            far = largest_distances(found, of_one)
+            assert all(far[name] <= BOUNDS[kind[0]][name] for name in far), f"{far} against {BOUNDS[kind[0]]}"
