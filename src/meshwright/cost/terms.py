@@ -162,6 +162,8 @@ def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column
     reduced = final_bytes * np.where(
         _stage_is(q, 1 if _is_own(q) else 2), q.cut(trained_only=True), q.parameters - q.frozen
     )
+    # What stands for a tied table's second use lies in one buffer with the root's other parts, until all are dropped.
+    reduced = reduced + final_bytes * q.twin / q.shard_group * (exact & ~whole & ~_harvests(q))
     # A pipeline sums whole; with ZeRO these sums are a buffer, and parts come of them at the very end.
     staged, cut = _harvests(q), _stage_is(q, 1)
     piped = np.where(cut, 0.0, full * _sums_early(q))
