@@ -26,6 +26,7 @@ from transformers import (
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models import weights
 from meshwright.models.anatomy import parameters_in_order, tied_groups
+from meshwright.models.built import Index
 from meshwright.parallel.leaves import local, rows_here
 from meshwright.spec.load import from_table
 from meshwright.train.state import digest_of
@@ -114,18 +115,18 @@ class Written(TorchDispatchMode):
 @contextlib.contextmanager
 def noted(read: dict[str, int]) -> Iterator[None]:
     """Note how many numbers of each tensor are read from files."""
-    rows = weights._rows
+    part = weights._part
 
-    def noting(piece: weights.Held, which: slice) -> torch.Tensor:
-        tensor = rows(piece, which)
+    def noting(piece: weights.Held, index: Index) -> torch.Tensor:
+        tensor = part(piece, index)
         read[piece.name] = read.get(piece.name, 0) + tensor.numel()
         return tensor
 
-    weights._rows = noting
+    weights._part = noting
     try:
         yield
     finally:
-        weights._rows = rows
+        weights._part = part
 
 
 def watched(world: Any, table: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], dict[tuple[int, ...], str]]:
