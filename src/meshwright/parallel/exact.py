@@ -299,8 +299,7 @@ class ExactReplicas(ExactGradients):
             self._open()
         if self._rules.dp_degree > 1:
             dist.all_reduce(self._flat, group=self._rules.dp)
-        summed = zip(self._sums, self.kin, strict=True)
-        sum_over_kin([part for part, one in summed if one.sums], [one for one in self.kin if one.sums])
+        sum_over_kin(self._sums, self.kin)
         finals = zip(self._sums, self.leaves, strict=True)
         found: list[torch.Tensor | None] = [s.to(leaf.parameter.dtype).view(leaf.parameter.shape) for s, leaf in finals]
         self._flat, self._sums = None, []

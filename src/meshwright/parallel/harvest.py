@@ -193,8 +193,7 @@ class StageGradients(Gradients):
         """Sum over the ranks; never a second time."""
         self._arrived = {self.leaves[number].name for number in self.harvest.sums}
         self._parts = reduced(self.leaves, self.harvest.sums, self._rules.groups, self._rules.dtype)
-        wanted = [i for i, one in enumerate(self.kin) if one.sums]
-        sum_over_kin([self._parts[i] for i in wanted], [self.kin[i] for i in wanted])
+        sum_over_kin(self._parts, self.kin)
         return ""
 
     def summed(self) -> torch.Tensor:
@@ -271,8 +270,7 @@ class ExactStages(ExactGradients):
 
     def _collect(self) -> list[torch.Tensor | None]:
         parts = reduced(self.leaves, self.harvest.sums, self._groups, torch.float64)
-        wanted = [i for i, one in enumerate(self.kin) if one.sums]
-        sum_over_kin([parts[i] for i in wanted], [self.kin[i] for i in wanted])
+        sum_over_kin(parts, self.kin)
         return [part.to(leaf.parameter.dtype) for part, leaf in zip(parts, self.leaves, strict=True)]
 
     def _share(self, flat: torch.Tensor) -> torch.Tensor:

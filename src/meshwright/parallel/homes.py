@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from meshwright.models.built import Index
 from meshwright.models.digest import state_items
 from meshwright.parallel.cuts import Cut
 from meshwright.parallel.leaves import rows_here, whole
+from meshwright.parallel.letters import receive_tensor, send_tensor
 from meshwright.parallel.mesh import Mesh
 
 
@@ -119,17 +119,10 @@ class Homes:
         if mesh.dp_rank or mesh.tp_rank or mesh.pp_rank not in (0, stage):
             return found
         owner = stage * (mesh.layout.world_size // mesh.layout.pp)
-        if found is not None:
-            facts: list[Any] = [(found.shape, found.dtype)]
-            dist.send_object_list(facts, dst=0, group=mesh.groups.pp, device=found.device)
-            dist.send(found.contiguous(), dst=0, group=mesh.groups.pp)
-            return found
-        facts = [None]
-        dist.recv_object_list(facts, src=owner, group=mesh.groups.pp, device=mesh.device)
-        shape, dtype = facts[0]
-        received = torch.empty(shape, dtype=dtype, device=mesh.device)
-        dist.recv(received, src=owner, group=mesh.groups.pp)
-        return received
+        if found is None:
+            return receive_tensor(owner, mesh.groups.pp, mesh.device)
+        send_tensor(found, 0, mesh.groups.pp)
+        return found
 
     @property
     def is_spread(self) -> bool:

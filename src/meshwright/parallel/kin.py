@@ -60,7 +60,7 @@ def kin_of(name: str, homes: Homes, *, is_tied: bool = False) -> Kin:
 
 
 def sum_over_kin(parts: Sequence[torch.Tensor], kin: Sequence[Kin]) -> None:
-    """Add up, in place, what kin have; one all-reduce for each group. Collective.
+    """Add up, in place, what kin have; one all-reduce for each group, and nothing where there are none. Collective.
 
     Args:
         parts: gradients, those of a leaf without one as zeros.

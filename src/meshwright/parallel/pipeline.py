@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.chain import Section
+from meshwright.parallel.letters import receive_tensor, send_tensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.stage_cut import rank_of
 
@@ -216,12 +217,12 @@ class Pipeline:
                 if door is None:
                     continue
                 if before is not None and before != self.mesh.pp_rank:
-                    x = _receive(dist.get_global_rank(group, before), group, self.mesh.device)
+                    x = receive_tensor(dist.get_global_rank(group, before), group, self.mesh.device)
                 door.forward_of, door.seq_len = forward, first.shape[1]
                 x = door(x, torch.tensor([place]))
                 after = rank_of(stage + 1, pp, schedule) if stage + 1 < self.rules.num_stages else None
                 if after is not None and after != self.mesh.pp_rank:
-                    _send(x, dist.get_global_rank(group, after), group)
+                    send_tensor(x, dist.get_global_rank(group, after), group)
             if self.ends:
                 done(place, x)
 
@@ -276,18 +277,3 @@ def _plainly() -> Iterator[None]:
         if inner is None or inner is error:
             raise
         raise inner from error
-
-
-def _send(x: torch.Tensor, to: int, group: Any) -> None:
-    facts = [(x.shape, x.dtype)]
-    dist.send_object_list(facts, dst=to, group=group, device=x.device)
-    dist.send(x.contiguous(), dst=to, group=group)
-
-
-def _receive(source: int, group: Any, device: torch.device) -> torch.Tensor:
-    facts: list[Any] = [None]
-    dist.recv_object_list(facts, src=source, group=group, device=device)
-    shape, dtype = facts[0]
-    x = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(x, src=source, group=group)
-    return x
