@@ -141,6 +141,12 @@ TOGETHER = {
         "batch.microbatch_size=1",
         says=("is interleaved-zero-bubble with layout.zero_stage 3", "pp_schedule 1f1b"),
     ),
+    "zbv x full recompute": refused(
+        *ZBV, "train.recompute=full", says=("train.recompute: is full", "pp_schedule zbv", 'Nearest: "none"', "1f1b")
+    ),
+    "zero-bubble x selective recompute": refused(
+        *LOOPED_ZERO_BUBBLE, "train.recompute=selective", says=("is selective with", "for each of its weights")
+    ),
     "sync every": refused(
         "layout.pp=2", "train.sync=every", says=("train.sync: is every with layout.pp 2", 'Nearest: "last"')
     ),

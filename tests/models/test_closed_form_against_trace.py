@@ -73,8 +73,10 @@ def require_equal(form: ModelSpec, trace: ModelSpec, count: int) -> None:
         for mode in ("none", "selective", "full"):
             assert off(one.saved[mode], other.saved[mode], count) <= KEPT, mode
         whole = at(other.saved["none"], count)
-        for peak in ("forward_peak", "backward_peak", "transient"):
+        for peak in ("forward_peak", "backward_peak", "transient", "parted_kept", "parted_peak"):
             assert off(getattr(one, peak), getattr(other, peak), count, whole) <= WORKING, peak
+        for mode, peak in one.recomputed_peak.items():
+            assert off(peak, other.recomputed_peak[mode], count, at(other.saved[mode], count)) <= WORKING, mode
 
 
 @pytest.mark.parametrize("family", SHAPES)

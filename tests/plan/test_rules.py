@@ -53,6 +53,7 @@ CASES = [
     ("pp-microbatches", with_(PIPELINE, num_microbatches=2, microbatch_size=16), "at least 4 microbatches", "gpipe"),
     ("pp-rounds", with_(PIPELINE, schedule=2, chunks=2, num_microbatches=2, microbatch_size=16), "rounds of", "1f1b"),
     ("zero-bubble-zero3", with_(PIPELINE, zero_stage=3, schedule=schedule("zbv"), chunks=2), "wrong gradients", "1f1b"),
+    ("zero-bubble-recompute", with_(PIPELINE, recompute=2, schedule=schedule("zbv"), chunks=2), "each of its", "1f1b"),
     ("pp-sync", with_(PIPELINE, sync_every=1), "sync is every with pp 4", "sync last"),
 ]  # fmt: skip
 
@@ -165,6 +166,7 @@ def by_hand(setting: Setting, one: Candidate) -> str | None:
         ("pp-rounds", one.pp > 1 and name.startswith("interleaved") and one.num_microbatches % one.pp),
         ("pp-sync", one.pp > 1 and one.sync_every),
         ("zero-bubble-zero3", one.pp > 1 and name in ("interleaved-zero-bubble", "zbv") and one.zero_stage == 3),
+        ("zero-bubble-recompute", one.pp > 1 and name in ("interleaved-zero-bubble", "zbv") and one.recompute),
     )
     return next((rule for rule, breaks in checks if breaks), None)
 
@@ -174,7 +176,7 @@ CANDIDATES = st.builds(
     Candidate,
     dp_replicate=SMALL, dp_shard=SMALL, zero_stage=st.integers(1, 3), tp=SMALL, pp=SMALL, cp=SMALL, ep=SMALL,
     chunks=st.integers(1, 4), schedule=st.integers(0, 4), microbatch_size=SMALL, num_microbatches=st.integers(1, 12),
-    sync_every=st.integers(0, 1),
+    sync_every=st.integers(0, 1), recompute=st.integers(0, 2),
 ).map(lambda one: one if one.dp_shard > 1 else replace(one, zero_stage=0))  # fmt: skip
 
 

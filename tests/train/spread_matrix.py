@@ -18,7 +18,7 @@ LAYOUTS = ("tp2", "tp4", "zero3x2+tp2", "ddp2+tp2", "hsdp2x2+tp2")
 
 PIPED = ("pp2", "pp4", "ddp2+pp2", "zero3x2+pp2", "zero2x2+pp2", "tp2+pp2", "zero3x2+tp2+pp2")
 SPLIT = ("interleaved-zero-bubble", "zbv")
-"""Backward passes in two halves, which ZeRO-3 must not free weights between."""
+"""Backward passes in two halves, which ZeRO-3 must not free weights between, and which do not go with recompute."""
 
 MODELS = ("llama", "llama tied", "gpt2", "gpt2 tied")
 STEPS = 2 if IS_WHOLE else 1
@@ -55,7 +55,7 @@ def table_of(layout: str, schedule: str, model: str, compute: str, *, exact: boo
     table["schedule"] = {"name": "cosine", "warmup_steps": 1}
     names = ("dp_replicate", "dp_shard", "zero_stage", "tp", "pp")
     table["layout"] = {name: getattr(degrees, name) for name in names} | ({"pp_schedule": schedule} if schedule else {})
-    recompute = ("none", "selective", "full")[len(schedule) % 3]
+    recompute = "none" if schedule in SPLIT else ("none", "selective", "full")[len(schedule) % 3]
     table["train"] |= {"recompute": recompute, "reduction": "exact" if exact else "fast"}
     return table
 

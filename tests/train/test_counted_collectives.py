@@ -34,7 +34,7 @@ CELLS = [
     ("pp2", "gpipe", "llama", "selective", "dropout"),
     ("pp2", "1f1b", "llama tied", "none", "dropout"),
     ("pp2", "interleaved1f1b", "gpt2", "none", "plain"),
-    ("pp2", "interleaved-zero-bubble", "llama", "full", "dropout"),
+    ("pp2", "interleaved-zero-bubble", "llama", "none", "dropout"),
     ("pp2", "zbv", "gpt2 tied", "none", "dropout"),
     ("pp4", "1f1b", "llama tied", "none", "plain"),
     ("pp4", "zbv", "gpt2", "none", "plain"),

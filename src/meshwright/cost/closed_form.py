@@ -6,11 +6,20 @@ Equal to what a trace of such modules finds (tests/models/test_closed_form_again
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from meshwright.cost.kept import Program, layer_kept, selective_kept
 from meshwright.cost.kernels import KERNELS, Kernels
-from meshwright.cost.working import backward_peak, forward_peak, transient
+from meshwright.cost.working import (
+    backward_peak,
+    draw,
+    forward_peak,
+    parted_kept,
+    parted_peak,
+    recomputed_peak,
+    transient,
+)
 from meshwright.errors import SpecError
 from meshwright.spec.decoder import DecoderLayer, DecoderSpec
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
@@ -98,7 +107,8 @@ def _after(program: Program) -> Bytes:
 def _unit(program: Program, layer: DecoderLayer) -> UnitSpec:
     """One run of equal layers."""
     decoder, attention, ff = program.decoder, layer.attention, layer.feed_forward
-    h = program.h
+    h, kernels = program.h, program.kernels
+    differs = decoder.dropout > 0 and kernels.name in ("cuda", "hf") and not kernels.parts
     full = Bytes(fixed=program.tables(layer) if program.habits.wide_tables else 0.0, residual=program.c * h)
     return UnitSpec(
         name="layer",
@@ -111,6 +121,11 @@ def _unit(program: Program, layer: DecoderLayer) -> UnitSpec:
         forward_peak=forward_peak(program, layer),
         transient=transient(program, layer),
         backward_peak=backward_peak(program, layer),
+        recomputed_peak={mode: recomputed_peak(program, layer, mode) for mode in ("selective", "full")},
+        parted_kept=parted_kept(program, layer),
+        parted_peak=parted_peak(program, layer),
+        draw=draw(program, layer),
+        under_tp=_unit(replace(program, kernels=replace(kernels, parts=True)), layer) if differs else None,
         matmul_parameters=decoder.matmul_parameters(layer),
         attention_width=attention.n_heads * (attention.head_dim + attention.value_dim) // 2,
     )

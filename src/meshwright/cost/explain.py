@@ -9,7 +9,7 @@ import math
 from typing import Final, Literal
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate
-from meshwright.cost.logits import loss_kept, loss_now
+from meshwright.cost.logits import loss_kept, loss_now, parted_loss
 from meshwright.cost.memory import cached_bytes, estimate, outside_bytes, stages_of
 from meshwright.cost.quantities import Job, StageQuantities
 from meshwright.cost.terms import (
@@ -18,10 +18,10 @@ from meshwright.cost.terms import (
     Part,
     activation_bytes,
     buffer_parts,
-    ending_bytes,
     gathered_parts,
     gradients_are_cut,
     moment_terms,
+    parted_bytes,
     passing_bytes,
     staged_bytes,
 )
@@ -123,18 +123,21 @@ def _activations(q: StageQuantities, moment: str) -> str:
     flight, kept, ends = float(q.in_flight), float(q.kept_by_layer), float(q.ends_kept)
     layers, working = float(q.content.layers), float(q.working)
     sample = f"{_n(flight)} x {_n(layers)} layers x {_n(kept)} + {_n(ends)}"
-    passing = float(passing_bytes(q))
-    sample += f" + {_n(passing)}" if passing else ""
+    parted = {name: float(amount) for name, amount in parted_bytes(q).items()}
+    for more in (float(passing_bytes(q)), parted["waiting"]):
+        sample += f" + {_n(more)}" if more else ""
     match moment:
         case "forward":
             return f"{sample} - {_n(float(q.after_kept))} + {_n(float(q.forward_peak))}"
         case "logits" | "loss":
             return sample
         case "backward":
-            return f"{sample} - {_n(float(q.after_kept))} + {_n(working)}"
+            return f"{sample} - {_n(float(q.after_kept))} + {_n(max(working, parted['inputs']))}"
+        case "backward_end" if q.parts_backward:
+            return f"{sample} - {_n(float(q.after_kept))} + {_n(parted['weights'])}"
         case "backward_end":
             others = float(staged_bytes(q))
-            return f"{_n(float(ending_bytes(q)))} + {_n(working)}{f' + {_n(others)}' if others else ''}"
+            return f"{_n(kept)} + {_n(working)}{f' + {_n(others)}' if others else ''}"
         case _:
             return _n(float(activation_bytes(q)[moment]))
 
@@ -146,8 +149,12 @@ def _parts(parts: list[Part]) -> str:
 
 
 def _loss(q: StageQuantities, moment: str) -> str:
-    if moment in ("backward_end", "reduction", "update"):
-        return "0"
+    parted = float(parted_loss(q).get(moment, 0.0))
+    text = "0" if moment in ("backward_end", "reduction", "update") else _plain_loss(q, moment)
+    return f"{text} + {_n(parted)}" if parted else text
+
+
+def _plain_loss(q: StageQuantities, moment: str) -> str:
     waiting, kept = float(q.head_in_flight) - 1, float(loss_kept(q))
     text = f"{_n(waiting)} x {_n(kept)}" if waiting and kept else ""
     if q.job.engine.keeps_logits and float(q.has_last) and q.columns.pp > 1:

@@ -132,7 +132,7 @@ def is_plain(program: Program, attention: Attention) -> bool:
     kernels, grouped = program.kernels, attention.n_kv_heads != attention.n_heads
     if kernels.score_bytes or program.habits.eager:
         return False
-    if kernels.on_cpu:
+    if kernels.on_cpu or kernels.parts:
         return program.decoder.dropout > 0
     return program.c == 8 or (program.c == 4 and grouped and not _is_masked(program, attention))
 
@@ -158,7 +158,8 @@ def scores_kept(program: Program, attention: Attention) -> float:
     if program.habits.eager:  # an fp32 softmax and its copy in the compute type; a tanh before it
         return a * s * (4.0 + c * (c != 4) + c * program.decoder.softcap)
     if is_plain(program, attention):
-        dropped = program.wide + (program.wide if kernels.on_cpu else 1) if program.decoder.dropout else 0
+        mask = program.wide if kernels.on_cpu or kernels.parts else 1
+        dropped = program.wide + mask if program.decoder.dropout else 0
         return float(a * s * (program.wide + dropped))
     is_efficient = not kernels.on_cpu and (c == 4 or attention.head_dim != attention.value_dim)
     masked = _is_masked(program, attention)
@@ -193,17 +194,18 @@ def selective_kept(program: Program, layer: DecoderLayer) -> Bytes:
     Transformers runs experts in one grouped product, which parallel/recompute.py does not keep.
     """
     attention, ff, c, h = layer.attention, layer.feed_forward, program.c, program.h
-    results = float(_projections(attention) + h)
+    results = float(projections(attention))
     routed = 0 if program.kernels.by_family else ff.top_k * ff.d_ff
     width = routed + ff.d_ff_shared if ff.n_experts else ff.d_ff
-    results += (2 if ff.gated else 1) * width + (h if width else 0) + ff.shared_gate
+    results += (2 if ff.gated else 1) * width + ff.shared_gate
     router = (4.0 if program.habits.wide_router else c) * ff.n_experts
     kept = c * results + _attention_result(program, attention)
     fixed = program.tables(layer) if program.habits.wide_tables else 0.0
-    return Bytes(fixed=fixed, residual=c * h + router, inner=kept)
+    into_stream = c * h * (1.0 + (width > 0))  # under tp a rank's addends are as wide as the stream
+    return Bytes(fixed=fixed, residual=c * h + router, inner=kept, normed=into_stream)
 
 
-def _projections(attention: Attention) -> int:
+def projections(attention: Attention) -> int:
     """Numbers that the products in front of the scores give."""
     a, k, d, e = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.value_dim
     if not attention.kv_rank:

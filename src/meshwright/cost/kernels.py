@@ -87,6 +87,7 @@ class Kernels:
         habits: of its modules, whatever the family.
         by_family: take the habits from `TRANSFORMERS` in place of these.
         on_cpu: statistics and dropout masks are in the compute type, and attention with dropout is not fused.
+        parts: so are the masks, and the attention, of dropout under tp (parallel/masks.py).
         score_bytes: per head and pair of places, where attention is not fused: 0 for fused attention.
         activation_parts: parts of width d_ff that a gated feed-forward keeps: 4, or 3 or 2 where kernels are fused.
         loss_kept_bytes: per logit, of logits and cross-entropy, from forward to backward.
@@ -99,6 +100,7 @@ class Kernels:
     habits: Habits = field(default_factory=Habits)
     by_family: bool = False
     on_cpu: bool = False
+    parts: bool = False
     score_bytes: float = 0.0
     activation_parts: float = 4.0
     loss_kept_bytes: float = 4.0
@@ -112,7 +114,7 @@ class Kernels:
 
     def mask_bytes(self, compute_bytes: int) -> int:
         """Of one number of a dropout mask."""
-        return compute_bytes if self.on_cpu else 1
+        return compute_bytes if self.on_cpu or self.parts else 1
 
     def statistic_bytes(self, compute_bytes: int, norm: str) -> int:
         """Of one mean, or one 1/std."""

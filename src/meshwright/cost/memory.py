@@ -74,8 +74,9 @@ def estimate(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) 
     for stage in stages or stages_of(job, columns):
         q = StageQuantities(job, columns, stage, tables)
         terms, idle = moment_terms(q), cached_bytes(q)
-        sums += [np.broadcast_to(sum(terms[moment].values()), (n,)) for moment in MOMENTS]
-        cached += [np.broadcast_to(idle[moment], (n,)) for moment in MOMENTS]
+        exists = (np.asarray(columns.pp) > 2) | (stage != "middle")
+        sums += [np.broadcast_to(sum(terms[moment].values()) * exists, (n,)) for moment in MOMENTS]
+        cached += [np.broadcast_to(idle[moment] * exists, (n,)) for moment in MOMENTS]
     table = np.stack(sums) + job.engine.workspace_bytes  # (stages x moments, candidates)
     held = table + np.stack(cached)
     best, rows = held.argmax(axis=0), np.arange(n)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
 
 import numpy as np
 
-from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Column, Columns
+from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
 from meshwright.cost.engine import Engine
-from meshwright.cost.stages import Content, Form, Stage, StageTables, content, form_of, in_flight
+from meshwright.cost.stages import (
+    Content,
+    Form,
+    Stage,
+    StageTables,
+    content,
+    form_of,
+    in_flight,
+    played_in_flight,
+    spans_of_ranks,
+    weights_of,
+)
 from meshwright.cost.states import StateRecipe
-from meshwright.spec.model_spec import Bytes, ModelSpec
+from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
+from meshwright.spec.pipeline import INTERLEAVED, SPLIT, takes
 
 FULL: Final = RECOMPUTE.index("full")
 GPIPE: Final = SCHEDULES.index("gpipe")
 V_SHAPED: Final = SCHEDULES.index("zbv")
+PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
+"""Schedules whose backward passes come in two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,24 @@ class StageQuantities:
         """Is it the last rank of the pipeline?"""
         pp = np.asarray(self.columns.pp)
         return pp - 1 == self.stage if isinstance(self.stage, int) else pp * 0 + (self.stage == "last") > 0
+
+    @cached_property
+    def pp_rank(self) -> Column:
+        """Which rank of the pipeline this is, counted from 0; of those in the middle the one before the last."""
+        pp = np.asarray(self.columns.pp)
+        if isinstance(self.stage, int):
+            return pp * 0 + self.stage
+        return {"first": pp * 0, "middle": np.maximum(pp - 2, 0), "last": pp - 1}[self.stage]
+
+    @cached_property
+    def harvests(self) -> Column:
+        """Are gradients taken from the parameters after each backward pass of a pipeline?"""
+        return (np.asarray(self.columns.pp) > 1) & self.job.engine.harvests
+
+    @cached_property
+    def parts_backward(self) -> Column:
+        """Do backward passes come in two, inputs first?"""
+        return self.harvests & np.isin(self.columns.schedule, PARTED)
 
     @cached_property
     def tokens(self) -> Column:
@@ -207,8 +240,29 @@ class StageQuantities:
     @cached_property
     def kept_by_blocks(self) -> Column:
         """Bytes that the stage's blocks keep for one microbatch, in this recompute mode."""
-        forms = [self.bytes_of(form) for form in self.content.saved]
-        return np.choose(self.columns.recompute, np.broadcast_arrays(*forms, self.columns.recompute)[:3])
+        cut = self.content.saved_under_tp if self._differs else self.content.saved
+        forms = [self._by_tp(whole, parts) for whole, parts in zip(self.content.saved, cut, strict=True)]
+        return self._in_mode(forms)
+
+    @cached_property
+    def parted_kept(self) -> Column:
+        """Bytes that the stage's blocks keep from a backward pass of inputs to that of weights, besides the above."""
+        return self.bytes_of(self.content.parted)
+
+    def _in_mode(self, by_mode: list[Column]) -> Column:
+        """Of three columns, for each candidate that of its recompute mode."""
+        return np.choose(self.columns.recompute, np.broadcast_arrays(*by_mode, self.columns.recompute)[:3])
+
+    @cached_property
+    def _differs(self) -> bool:
+        """Do other operators run where tp cuts the blocks?"""
+        return any(unit.under_tp is not None for unit in self.job.model.units)
+
+    def _by_tp(self, whole: Bytes | Form, cut: Bytes | Form) -> Column:
+        """Of two forms, the second where tp cuts."""
+        if whole is cut:
+            return self.bytes_of(whole)
+        return np.where(np.asarray(self.columns.tp) > 1, self.bytes_of(cut), self.bytes_of(whole))
 
     @cached_property
     def kept_by_layer(self) -> Column:
@@ -223,7 +277,32 @@ class StageQuantities:
     @cached_property
     def in_flight(self) -> Column:
         """Microbatches that are kept at once."""
-        return in_flight(self.columns, self.stage)
+        return self._kept_at_once[0]
+
+    @cached_property
+    def waiting(self) -> Column:
+        """Of these, as parts of the stage, those whose backward pass of inputs is over, as a forward pass ends."""
+        return self._kept_at_once[1]
+
+    @cached_property
+    def less_at_the_loss(self) -> Column:
+        """How many fewer are kept when the chunk with the head is through: it may have fewer layers than others."""
+        return self._kept_at_once[2]
+
+    @cached_property
+    def _kept_at_once(self) -> tuple[Column, Column, Column]:
+        one, rank = self.columns, self.stage
+        if (
+            isinstance(one, Candidate)
+            and isinstance(rank, int)
+            and one.pp > 1
+            and SCHEDULES[one.schedule] in INTERLEAVED
+        ):
+            weighed = weights_of(self.job.model, self.job.engine.cuts_by_cost)
+            spans = spans_of_ranks(weighed, one.pp, one.chunks, one.schedule == V_SHAPED)[rank]
+            if len(spans) == one.chunks and takes(SCHEDULES[one.schedule], one.pp, one.num_microbatches):
+                return played_in_flight(one, rank, [len(span) for span in spans])
+        return in_flight(one, rank), self.pp_rank / np.asarray(one.chunks), 0.0
 
     @cached_property
     def head_in_flight(self) -> Column:
@@ -237,34 +316,71 @@ class StageQuantities:
         before = self.in_flight * self.bytes_of(self.job.model.before) * self.has_first
         return before + self.head_in_flight * self.after_kept
 
-    def _fullest(self, forms: list[Bytes]) -> Column:
-        """The largest of one form for each kind of block, for one microbatch."""
-        values = [self.bytes_of(form) for form in forms]
+    def _fullest(self, form_of: Callable[[UnitSpec], Bytes]) -> Column:
+        """The largest of one form over the kinds of block, for one microbatch."""
+        values = [self._by_tp(form_of(unit), form_of(unit.under_tp or unit)) for unit in self.job.model.units]
         return np.max(np.broadcast_arrays(*values), axis=0) if values else 0.0
+
+    @cached_property
+    def _draw(self) -> Column:
+        """Where tp draws a mask of all heads, beyond what the block keeps; below 0 where it draws none."""
+        units = [unit.under_tp or unit for unit in self.job.model.units]
+        values = [self.bytes_of(unit.draw) for unit in units if unit.draw is not None]
+        if not values or not self.job.engine.sequence_parallel:
+            return -np.inf
+        return np.where(np.asarray(self.columns.tp) > 1, np.max(np.broadcast_arrays(*values), axis=0), -np.inf)
+
+    @cached_property
+    def _handed_on(self) -> Column:
+        """Where a product cut by tp gives its addends to the stream: they, in the order to be sent in, and the sums."""
+        engine, is_cut = self.job.engine, np.asarray(self.columns.tp) > 1
+        whole = self.stream * (self.columns.tp if engine.sequence_parallel else 1)
+        return np.where(is_cut & engine.harvests, (2 + engine.scatter_copies) * whole + self.stream, -np.inf)
 
     @cached_property
     def forward_peak(self) -> Column:
         """Working room of the block whose forward pass needs most, beyond what it keeps."""
-        units = self.job.model.units
-        keeps, frees = self._fullest([u.forward_peak for u in units]), self._fullest([u.transient for u in units])
-        inputs = self._fullest([u.saved.get("full", Bytes()) for u in units])
+        keeps, frees = self._in_forward, self.transient
+        inputs = self._fullest(lambda unit: unit.saved.get("full", Bytes()))
         # What is freed on the way lives beside what has been kept so far, and most of that comes before.
         beyond = np.maximum(frees - np.maximum(self.kept_by_layer - inputs, 0.0), keeps)
         return np.where(np.asarray(self.columns.recompute) == 0, keeps, np.where(frees > 0, beyond, keeps))
 
     @cached_property
+    def _in_forward(self) -> Column:
+        """Working room of a forward pass that keeps all that backward needs."""
+        peak = self._fullest(lambda unit: unit.forward_peak)
+        return np.maximum(np.maximum(peak, self._draw), self._handed_on)
+
+    @cached_property
     def transient(self) -> Column:
         """Room of one block's forward pass that keeps nothing."""
-        return self._fullest([unit.transient for unit in self.job.model.units])
+        before_the_draw = self._fullest(lambda unit: unit.saved["none"] - unit.saved.get("full", Bytes()))
+        return np.maximum(self._fullest(lambda unit: unit.transient), before_the_draw + self._draw)
 
     @cached_property
     def working(self) -> Column:
         """Room of the block whose backward pass needs most: what it computes again, and what it needs itself."""
-        units, again = self.job.model.units, []
-        for mode in RECOMPUTE:
-            forms = [(unit.saved["none"], unit.saved.get(mode, unit.saved["none"]), unit) for unit in units]
-            again.append(self._fullest([whole - kept + unit.backward_peak for whole, kept, unit in forms]))
-        return np.choose(self.columns.recompute, np.broadcast_arrays(*again, self.columns.recompute)[:3])
+        again = [self._fullest(lambda unit: unit.backward_peak)]
+        for mode in RECOMPUTE[1:]:
+            again.append(self._working_again(mode))
+        return self._in_mode(again)
+
+    def _working_again(self, mode: str) -> Column:
+        """The same where the block's forward pass runs once more: in it, or in the backward pass behind it."""
+
+        def more(unit: UnitSpec) -> Bytes:
+            return unit.saved["none"] - unit.saved.get(mode, unit.saved["none"])
+
+        peak = self._fullest(lambda unit: unit.recomputed_peak.get(mode, more(unit) + unit.backward_peak))
+        # The gradient of its output is there meanwhile.
+        return np.maximum(peak, self._fullest(more) + self.stream + np.maximum(self._draw, self._handed_on))
+
+    @cached_property
+    def parted_peak(self) -> Column:
+        """Room of the block whose backward pass of inputs needs most; not less than what it keeps for its weights."""
+        peak = self._fullest(lambda unit: unit.parted_peak)
+        return np.maximum(peak, self._fullest(lambda unit: unit.parted_kept))
 
     def loss(self, what: str) -> Column:
         """Bytes of logits and loss: `loss_kept`, `loss_forward` or `loss_peak`."""

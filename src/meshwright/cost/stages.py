@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, final
@@ -9,12 +10,13 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Column, Columns
+from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
+from meshwright.spec.pipeline_play import FORWARD, INPUT, WEIGHT, WHOLE, passes_of
 from meshwright.spec.stage_cut import StageWeights, stages_of, weigh
 
 STAGES: Final = ("first", "middle", "last")
-NUMBERS: Final = 4 + 4 * len(RECOMPUTE)
+NUMBERS: Final = 4 + 4 * (2 * len(RECOMPUTE) + 1)
 """Of a layer, see `_row`."""
 
 KEY: Final = 1 << 16
@@ -51,6 +53,8 @@ class Content:
         replicated: of these, whole on every tp rank.
         frozen: of these, not trained.
         saved: by recompute mode, bytes kept.
+        saved_under_tp: the same where tp cuts the layers.
+        parted: kept between a backward pass of inputs and that of weights.
     """
 
     layers: Column
@@ -59,11 +63,14 @@ class Content:
     replicated: Column
     frozen: Column
     saved: tuple[Form, Form, Form]
+    saved_under_tp: tuple[Form, Form, Form]
+    parted: Form
 
 
 def _row(unit: UnitSpec) -> list[float]:
     """One layer as a row of numbers, in the order of `_content`."""
-    forms = [unit.saved[mode] if mode in unit.saved else unit.saved["none"] for mode in RECOMPUTE]
+    units = (unit, unit.under_tp or unit)
+    forms = [one.saved.get(mode, one.saved["none"]) for one in units for mode in RECOMPUTE] + [unit.parted_kept]
     numbers = [number for form in forms for number in (form.fixed, form.inner, form.residual, form.normed)]
     return [float(unit.parameters), float(unit.expert), float(unit.replicated), float(unit.frozen), *numbers]
 
@@ -152,8 +159,9 @@ def _counted(num_layers: int, num_stages: int) -> StageWeights:
 def content(rows: Rows) -> Content:
     """What each candidate's stage holds, from `StageTables.rows`."""
     layers, p, expert, replicated, frozen, *rest = np.moveaxis(rows, -1, 0)
-    forms = [Form(*rest[4 * i : 4 * i + 4]) for i in range(3)]
-    return Content(layers, p, expert, replicated, frozen, (forms[0], forms[1], forms[2]))
+    forms = [Form(*rest[4 * i : 4 * i + 4]) for i in range(7)]
+    saved, under_tp = (forms[0], forms[1], forms[2]), (forms[3], forms[4], forms[5])
+    return Content(layers, p, expert, replicated, frozen, saved, under_tp, forms[6])
 
 
 def in_flight(columns: Columns, stage: Stage) -> Column:
@@ -161,20 +169,47 @@ def in_flight(columns: Columns, stage: Stage) -> Column:
 
         gpipe                    m
         1f1b                     pp - r
-        interleaved (v chunks)   ((v - 1) pp + 2 (pp - r - 1) + 1) / v;  zero-bubble: the same
-        zbv, zb-1p               pp;  zb-2p: 2 pp (they fill their limit on every stage)
+        interleaved (v chunks)   ((v - 1) pp + 2 (pp - r - 1) + 1) / v;  zero-bubble: pp
+        zbv                      pp, and (m + r + 1) / 2 with few microbatches
+        zb-1p                    pp;  zb-2p: 2 pp
 
-    none more than m. r is 0, 1 and pp - 1 for the first stage, one in the middle and the last. Narayanan et al., arXiv
+    none more than m. Where backward passes come in two, from a forward pass to its pass of weights. r is 0, 1 and
+    pp - 1 for the first stage, one in the middle and the last. What is played pass by pass (spec/pipeline_play.py) says
+    the same for every rank (tests/cost/test_in_flight.py). Narayanan et al., arXiv
     2104.04473, section 2.2; Qi et al., arXiv 2401.10241 (B and W split) and 2405.15362 (V-shaped).
     """
     pp, v, m = columns.pp, columns.chunks, columns.num_microbatches
     kinds = {"first": pp - 1, "middle": np.maximum(pp - 2, 0), "last": pp * 0}
     behind = pp - 1 - stage if isinstance(stage, int) else kinds[stage]
     interleaved = ((v - 1) * pp + 2 * behind + 1) / np.maximum(v, 1)
-    forms = {"gpipe": m, "1f1b": behind + 1, "zbv": pp, "zb-1p": pp, "zb-2p": 2 * pp}
-    forms |= {"interleaved1f1b": interleaved, "interleaved-zero-bubble": interleaved}
+    forms = {"gpipe": m, "1f1b": behind + 1, "zbv": np.minimum(pp, (m + pp - behind) / 2), "zb-1p": pp, "zb-2p": 2 * pp}
+    forms |= {"interleaved1f1b": interleaved, "interleaved-zero-bubble": pp}
     copies = np.choose(columns.schedule, [np.broadcast_to(forms[name], np.shape(m * pp)) for name in SCHEDULES])
     return np.where(np.asarray(pp) > 1, np.minimum(copies, m), 1)
+
+
+def played_in_flight(one: Candidate, rank: int, layers: Sequence[int]) -> tuple[float, float, float]:
+    """The same for one rank of a pipeline whose chunks may have unlike numbers of layers: played pass by pass.
+
+    With it, of these, what waits for its pass of weights alone; and how much less there is at the last stage's end.
+
+    Args:
+        one: with an interleaved schedule.
+        rank: 0 .. pp - 1.
+        layers: of the rank's chunks, in the order of its stages.
+    """
+    stages = stages_of(rank, one.pp, one.chunks, SCHEDULES[one.schedule])
+    weight = dict(zip(stages, layers, strict=True))
+    kept = waiting = 0
+    most, at_the_loss, last = (0, 0), 0, one.pp * one.chunks - 1
+    for each in passes_of(SCHEDULES[one.schedule], rank, one.pp, one.chunks, one.num_microbatches):
+        kept += weight[each.stage] * ((each.kind == FORWARD) - (each.kind in (WEIGHT, WHOLE)))
+        waiting += weight[each.stage] * ((each.kind == INPUT) - (each.kind == WEIGHT))
+        if each.kind == FORWARD:
+            most = max(most, (kept, waiting))
+            at_the_loss = max(at_the_loss, kept * (each.stage == last))
+    whole = max(sum(layers), 1)
+    return most[0] / whole, most[1] / whole, (most[0] - (at_the_loss or most[0])) / whole
 
 
 def form_of(value: Bytes) -> Form:

@@ -10,10 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from meshwright.cost.candidate import SCHEDULES, Column
+from meshwright.cost.candidate import Column
 from meshwright.cost.logits import loss_bytes, loss_kept
-from meshwright.cost.quantities import StageQuantities
-from meshwright.spec.pipeline import SPLIT
+from meshwright.cost.quantities import V_SHAPED, StageQuantities
 
 MOMENTS: Final = ("forward", "logits", "loss", "backward", "backward_end", "reduction", "update")
 TERMS: Final = (
@@ -29,9 +28,6 @@ TERMS: Final = (
 
 EXACT_PIECE: Final = 1 << 22
 """Elements that exact mode squares at once, in two fp64 limbs (parallel/exact.py)."""
-
-PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
-"""Schedules whose backward passes come in two."""
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Of gradients that a pipeline reduces at once (parallel/harvest.py)."""
@@ -81,16 +77,6 @@ def _accumulates(q: StageQuantities) -> Column:
     return np.asarray(q.columns.num_microbatches) > 1
 
 
-def _harvests(q: StageQuantities) -> Column:
-    """Are gradients taken from the parameters after each backward pass of a pipeline?"""
-    return (np.asarray(q.columns.pp) > 1) & q.job.engine.harvests
-
-
-def _parts_backward(q: StageQuantities) -> Column:
-    """Do backward passes come in two, inputs first?"""
-    return _harvests(q) & np.isin(q.columns.schedule, PARTED)
-
-
 def _sums_early(q: StageQuantities) -> Column:
     """Are there sums of gradients before the last forward pass of a step?"""
     return np.asarray(q.columns.num_microbatches) > q.in_flight
@@ -136,7 +122,7 @@ def has_buckets(q: StageQuantities) -> Column:
     """Does DDP hold gradients in its buckets, which stay from step to step? Exact mode sums by itself."""
     c = q.columns
     reduces = (np.asarray(c.zero_stage) == 0) & (np.asarray(c.dp_replicate) > 1) & (not q.job.engine.exact)
-    return reduces & ~_harvests(q)
+    return reduces & ~q.harvests
 
 
 def has_copies(q: StageQuantities) -> Column:
@@ -147,10 +133,12 @@ def has_copies(q: StageQuantities) -> Column:
 
 def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column]:
     """Gradients at each moment: before the first backward pass of a step there are none."""
-    full = gradient_bytes(q)
+    exact, whole = q.job.engine.exact, ~_stage_is(q, 1)
+    # What stands for a tied table's second use has a part of the sums too.
+    second = q.job.states.gradient_bytes * q.twin / q.shard_group * (exact & ~whole & ~q.harvests)
+    full = gradient_bytes(q) + second
     if not transient:
         return dict.fromkeys(MOMENTS, full)
-    exact, whole = q.job.engine.exact, ~_stage_is(q, 1)
     waits = _accumulates(q) | has_buckets(q)
     early = full * waits
     # Exact sums of whole weights have their room from the first gradient on; others come one by one.
@@ -163,9 +151,9 @@ def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column
         _stage_is(q, 1 if _is_own(q) else 2), q.cut(trained_only=True), q.parameters - q.frozen
     )
     # What stands for a tied table's second use lies in one buffer with the root's other parts, until all are dropped.
-    reduced = reduced + final_bytes * q.twin / q.shard_group * (exact & ~whole & ~_harvests(q))
+    reduced = reduced + final_bytes * q.twin / q.shard_group * (exact & ~whole & ~q.harvests)
     # A pipeline sums whole; with ZeRO these sums are a buffer, and parts come of them at the very end.
-    staged, cut = _harvests(q), _stage_is(q, 1)
+    staged, cut = q.harvests, _stage_is(q, 1)
     piped = np.where(cut, 0.0, full * _sums_early(q))
     early, begun = np.where(staged, piped, early), np.where(staged, piped, begun)
     near_end = np.where(staged, np.where(cut, 0.0, full * _accumulates(q)), near_end)
@@ -207,7 +195,7 @@ def gathered_parts(q: StageQuantities) -> Parts:
         "loss": at(between),
         "backward": at(engine.gathered_blocks),
         "backward_end": ending,
-        "reduction": [(c, q.parameters * copies * ~_harvests(q)), (c, q.root * (freed | whole) * ~_harvests(q)),
+        "reduction": [(c, q.parameters * copies * ~q.harvests), (c, q.root * (freed | whole) * ~q.harvests),
                       (c, q.parameters * ((stage >= 3) & keeps & (not engine.harvests)))],
         "update": [],
     }  # fmt: skip
@@ -215,27 +203,42 @@ def gathered_parts(q: StageQuantities) -> Parts:
 
 def activation_bytes(q: StageQuantities) -> dict[str, Column]:
     """What passes keep from forward to backward, and the working room of the block that computes."""
-    passing = passing_bytes(q)
-    all_kept = q.in_flight * q.kept_by_blocks + q.ends_kept + passing
+    passing, parted = passing_bytes(q), parted_bytes(q)
+    all_kept = q.in_flight * q.kept_by_blocks + q.ends_kept + passing + parted["waiting"]
     none = 0.0 * q.kept_by_blocks
-    staged, received = staged_bytes(q), _harvests(q) * received_bytes(q)
+    staged, received = staged_bytes(q), q.harvests * (received_bytes(q) - turn_bytes(q))
+    ending = q.kept_by_layer + q.working + staged  # without a pipeline, of the step's last microbatch
     return {
         "forward": all_kept - q.after_kept + q.forward_peak,
-        "logits": all_kept,
-        "loss": all_kept,
-        "backward": all_kept - q.after_kept + q.working,
-        "backward_end": ending_bytes(q) + q.working + staged,  # else the step's last microbatch: the others are over
-        "reduction": none + q.stream * ~_harvests(q) + received,
+        "logits": all_kept - q.less_at_the_loss * q.kept_by_blocks,
+        "loss": all_kept - q.less_at_the_loss * q.kept_by_blocks,
+        "backward": all_kept - q.after_kept + np.maximum(q.working, parted["inputs"]),
+        "backward_end": np.where(q.parts_backward, all_kept - q.after_kept + parted["weights"], ending),
+        "reduction": none + q.stream * ~q.harvests + received,
         "update": none + received,
     }
 
 
-def ending_bytes(q: StageQuantities) -> Column:
-    """What a microbatch still keeps as its backward pass ends: its first block's.
+def parted_bytes(q: StageQuantities) -> dict[str, Column]:
+    """Where backward passes come in two: what those of inputs keep and make, beside what is kept from forward.
 
-    Where backward passes come in two, those of weights read again what those of inputs have read: all of a chunk's.
+    waiting    of chunks that wait for their pass of weights while others run: r of them on rank r of
+               interleaved-zero-bubble
+    inputs     of the one whose pass of inputs runs, which frees nothing
+    weights    of the one whose pass of weights runs; or zbv's 2 r + 1 at the end of a step, when nothing else is
+               kept
     """
-    return np.where(_parts_backward(q), q.kept_by_blocks / np.asarray(q.columns.chunks), q.kept_by_layer)
+    c, parts = q.columns, q.parts_backward
+    chunk, kept = q.parted_kept / np.asarray(c.chunks), q.kept_by_blocks / np.asarray(c.chunks)
+    layer = q.parted_kept / np.maximum(q.content.layers, 1)
+    is_v = np.asarray(c.schedule) == V_SHAPED
+    last = 2 * q.pp_rank + 1
+    at_the_end = np.where(is_v, last * (kept + chunk) - q.in_flight * q.kept_by_blocks, 0.0)
+    return {
+        "waiting": np.where(parts & ~is_v, q.waiting * q.parted_kept, 0.0),
+        "inputs": np.where(parts, chunk - layer + q.parted_peak, 0.0),
+        "weights": np.where(parts, np.maximum(chunk, at_the_end), 0.0),
+    }
 
 
 def staged_bytes(q: StageQuantities) -> Column:
@@ -243,7 +246,7 @@ def staged_bytes(q: StageQuantities) -> Column:
     before = q.in_flight - np.where(_sums_early(q), 1, 2)
     others = np.maximum(before, 0) * (q.kept_by_blocks + q.bytes_of(q.job.model.before) * q.has_first)
     others = others + np.maximum(q.head_in_flight - 2, 0) * (q.after_kept + loss_kept(q))
-    return _harvests(q) * (others + passing_bytes(q))
+    return q.harvests * (others + passing_bytes(q))
 
 
 def passing_bytes(q: StageQuantities) -> Column:
@@ -254,16 +257,32 @@ def passing_bytes(q: StageQuantities) -> Column:
         # What was received is what the first block of a chunk keeps: its buffer is counted, so its input is not.
         # So is an output until its backward pass, which the last chunk has none of.
         kept = q.in_flight * q.stream * (q.has_first - q.has_last)
-        return np.where(is_cut, received_bytes(q) + kept + returning_bytes(q), 0.0)
+        return np.where(is_cut, received_bytes(q) - turn_bytes(q) + kept + returning_bytes(q) + sent_bytes(q), 0.0)
     received = 2 * c.num_microbatches * c.chunks * q.stream if engine.receives_all else 2 * q.stream
     sent = q.in_flight * q.stream * (1 - q.has_last) if engine.keeps_outputs else 0.0
     return np.where(is_cut, received + sent, 0.0)
 
 
+def sent_bytes(q: StageQuantities) -> Column:
+    """What a rank of several stages has sent, or handed on, of microbatches that are over: torch holds it for the step.
+
+    torch.distributed.pipelining, schedules.py: `_PipelineScheduleRuntime._step_microbatches` waits for sends at last.
+    """
+    over = np.maximum(q.columns.num_microbatches - q.in_flight, 0) / np.maximum(q.columns.num_microbatches, 1)
+    return np.where(np.asarray(q.columns.chunks) > 1, received_bytes(q) * over, 0.0)
+
+
+def turn_bytes(q: StageQuantities) -> Column:
+    """Of what is received, where a V turns: it goes from one stage to the next in place, and no buffer waits for it."""
+    c = q.columns
+    turns = (np.asarray(c.pp) > 1) & (np.asarray(c.schedule) == V_SHAPED) & q.is_last
+    return turns * 2.0 * c.num_microbatches * q.stream
+
+
 def returning_bytes(q: StageQuantities) -> Column:
     """The gradient of a microbatch's input that is on its way back while the next one's forward pass runs."""
     has_before = (np.asarray(q.columns.chunks) > 1) | (q.has_first == 0)
-    return _harvests(q) * q.stream * (has_before & _sums_early(q))
+    return q.harvests * q.stream * (has_before & _sums_early(q))
 
 
 def received_bytes(q: StageQuantities) -> Column:
@@ -291,7 +310,7 @@ def left_over_part(q: StageQuantities) -> Part:
     """The root's reduce-scatter input, which FSDP2 holds from one microbatch's backward pass to the next one's."""
     engine, c = q.job.engine, q.columns
     again = _accumulates(q) & (np.asarray(c.sync_every) == 1) & (np.asarray(c.pp) == 1)
-    return engine.reduce_bytes, q.root * (again & _stage_is(q, 1) & engine.keeps_last_reduction)
+    return engine.reduce_bytes, (q.root + q.twin) * (again & _stage_is(q, 1) & engine.keeps_last_reduction)
 
 
 def unviewed_part(q: StageQuantities) -> Part:
@@ -319,7 +338,7 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
     behind = np.maximum(moving - q.kept_by_layer / np.maximum(q.block, 1), 0.0)
     fresh = np.maximum(q.block - q.working / c, 0.0)  # a block's own gradients come as its working room goes
     converted = (q.parameters - q.frozen - q.block) * has_copies(q)
-    staged = _harvests(q)
+    staged = q.harvests
     still = (is_cut | q.job.model.tied) & ~has_copies(q)
     summed_before = (waiting[0], waiting[1] * (_accumulates(q) | (not engine.harvests)))
     # A chunk's own gradients, until they are taken; of one microbatch they are the sums.
@@ -329,7 +348,8 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
     moving_on = q.block * (is_cut & ~staged)
     joins = staged & ((np.asarray(q.columns.dp_replicate) > 1) | (np.asarray(q.columns.dp_shard) > 1))
     together = np.minimum(q.parameters, np.maximum(BUCKET_BYTES / max(engine.reduce_bytes, 1.0), q.largest))
-    bucket = together * (1 + engine.scatter_copies * is_cut) * joins
+    # The sums of a bucket go when it is made: on gloo the copy that it works on comes in their room.
+    bucket = together * joins
     ends = tied_ends(q) / q.shard_group * staged  # summed once the buckets have been
     return {
         "forward": early,
@@ -341,7 +361,7 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
             buckets,
             waiting,
             (c + engine.reduce_bytes, q.root * (is_cut & ~staged)),
-            (engine.reduce_bytes, np.where(is_cut, bucket + ends, np.maximum(bucket, ends))),
+            (engine.reduce_bytes, np.maximum(bucket, ends)),
         ],
         "update": [update_part(q)],
     }
@@ -350,14 +370,14 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
 def tied_ends(q: StageQuantities) -> Column:
     """Parameters of a table that another rank of the pipeline has too; the stages of a V have both on one."""
     c, model = q.columns, q.job.model
-    apart = (np.asarray(c.pp) > 1) & (np.asarray(c.schedule) != SCHEDULES.index("zbv")) & (q.is_first | q.is_last)
+    apart = (np.asarray(c.pp) > 1) & (np.asarray(c.schedule) != V_SHAPED) & (q.is_first | q.is_last)
     return model.embedding_parameters / c.tp * (apart & model.tied)
 
 
 def _still_to_come(q: StageQuantities) -> Column:
     """Gradients that a stage's first block has yet to make while it needs the most room; its room goes as they come."""
     room = np.maximum(q.kept_by_layer + q.working - q.stream, 0.0) / float(q.job.engine.compute_bytes)
-    return np.where(_parts_backward(q), 0.0, np.minimum(q.block + q.embedding, room))
+    return np.where(q.parts_backward, 0.0, np.minimum(q.block + q.embedding, room))
 
 
 def update_part(q: StageQuantities) -> Part:

@@ -5,13 +5,15 @@ A maximum over the stages of a pass, of which those are written out that are the
     forward      the two branches' sums, at the end: input, residual stream, branch, sum
     backward     where the feed-forward's gradients meet; in attention that is not fused, where those of the scores do
     transient    a forward pass that keeps nothing: hidden numbers, or scores
+    parted       a backward pass of inputs alone, which frees nothing: gradients of products and norms, and scores
+    draw         where tp draws the dropout mask of all heads, of which a rank keeps its own heads' part
 
 Read off traces (tests/models/test_closed_form_against_trace.py says how near they are).
 """
 
 from __future__ import annotations
 
-from meshwright.cost.kept import Program, feed_forward_kept, is_plain
+from meshwright.cost.kept import Program, feed_forward_kept, is_plain, layer_kept, projections, selective_kept
 from meshwright.spec.decoder import DecoderLayer
 from meshwright.spec.model_spec import Bytes
 
@@ -23,15 +25,19 @@ def forward_peak(program: Program, layer: DecoderLayer) -> Bytes:
     sums = 4 if layer.parallel or copies else 2  # nothing keeps input and residual stream
     at_end = c * h * (sums + 2 * (layer.n_norms == 4 and c < 4))
     if is_plain(program, layer.attention):
-        return _with_scores(program, layer, Bytes(residual=float(at_end)))
+        scores = _scores_forward(program, layer)
+        return scores if scores is not None and scores.per_token > at_end else Bytes(residual=float(at_end))
     if not ff.n_experts:
         return Bytes(residual=float(at_end))
     results = c * h * 2 + 2.0 * ff.top_k * h * _result_bytes(program)  # weighted, and in the tokens' order again
     return Bytes(residual=max(float(at_end), results, ff.top_k * c * ff.d_ff + 3.0 * c * h))
 
 
-def _with_scores(program: Program, layer: DecoderLayer, at_end: Bytes) -> Bytes:
-    """Attention by single operators: scores, a mask for all heads, copies of queries, keys and values."""
+def _scores_forward(program: Program, layer: DecoderLayer) -> Bytes | None:
+    """Attention by single operators: scores, a mask for all heads, copies of queries, keys and values.
+
+    None where that is not much.
+    """
     attention, c, w = layer.attention, program.c, program.wide
     a, k, d, e, s = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.value_dim, program.seq_len
     grouped = k != a
@@ -40,11 +46,26 @@ def _with_scores(program: Program, layer: DecoderLayer, at_end: Bytes) -> Bytes:
         heads += w * (a * d + k * d + k * e) + c * a * s + w * a * e
         heads += c * program.h * (program.decoder.norm == "rms" and program.habits.norm != "fused")
     elif program.decoder.dropout:
-        return at_end
+        return None
     else:  # the scores with and without the mask, of which one is kept
         heads += w * a * s + 2.0 * w * a * d - w * a * e - c * a * e
-    more = heads - _later(program, layer)
-    return Bytes(fixed=float(w * s * s), inner=more) if more > at_end.per_token else at_end
+    return Bytes(fixed=float(w * s * s), inner=heads - _later(program, layer))
+
+
+def recomputed_peak(program: Program, layer: DecoderLayer, mode: str) -> Bytes:
+    """The most in a backward pass that computes the layer again, beyond what it keeps in this mode.
+
+    It is in the pass itself, or before it: where attention is not fused and its scores are made again. Selective
+    recompute has the results of the products behind them still.
+    """
+    whole, c, ff = layer_kept(program, layer), program.c, layer.feed_forward
+    kept = selective_kept(program, layer) if mode == "selective" else Bytes(residual=c * program.h)
+    scores = _scores_forward(program, layer) if is_plain(program, layer.attention) else None
+    behind = c * ((2.0 if ff.gated else 1.0) * ff.d_ff + 2.0 * program.h) if mode == "selective" else 0.0
+    backward = backward_peak(program, layer)
+    if scores is not None and scores.per_token + behind > backward.per_token:
+        return whole - kept + scores + Bytes(inner=behind)
+    return whole - kept + backward
 
 
 def _later(program: Program, layer: DecoderLayer) -> float:
@@ -70,7 +91,8 @@ def transient(program: Program, layer: DecoderLayer) -> Bytes:
     if program.habits.eager:
         stages.append(a * s * (3.0 * c if attention.sinks else 8.0 + 2.0 * c * (c < 4)))
     elif is_plain(program, attention):
-        dropped = (1.0 if program.kernels.on_cpu else 1.0 / program.wide) if program.decoder.dropout else 0.0
+        is_wide = program.kernels.on_cpu or program.kernels.parts
+        dropped = (1.0 if is_wide else 1.0 / program.wide) if program.decoder.dropout else 0.0
         scores = program.wide * a * (s * (2.0 + dropped) + 4 * d)
         if scores > max(stages):  # with a mask for all heads
             return stream + Bytes(fixed=float(program.wide * s * s), inner=scores)
@@ -121,3 +143,65 @@ def _scores_backward(program: Program, layer: DecoderLayer) -> float:
     if program.decoder.dropout:
         return c * h + program.wide * a * (s + 2 * e) - later
     return c * h + program.wide * a * (2 * s + e) - later - program.wide * a * e
+
+
+def parted_kept(program: Program, layer: DecoderLayer) -> Bytes:
+    """From the backward pass of inputs to that of weights: the gradients of what products and norms gave."""
+    attention, stream = layer.attention, program.c * program.h
+    norms = layer.n_norms * _norm_gradient(program, program.h) + stream * (layer.n_norms == 4)
+    ff = layer.feed_forward
+    width = ff.top_k * ff.d_ff + ff.d_ff_shared if ff.n_experts else ff.d_ff
+    products = program.c * (projections(attention) + (2.0 if ff.gated else 1.0) * width)
+    heads = attention.n_heads * attention.head_dim + attention.n_kv_heads * attention.head_dim
+    inner = products + _norm_gradient(program, heads) * (attention.qk_norm != "none")
+    return Bytes(inner=inner, residual=norms, normed=2.0 * stream)
+
+
+def _norm_gradient(program: Program, width: int) -> float:
+    """Bytes of the gradient of a norm's result, as its weight sees it."""
+    is_wide = program.decoder.norm == "rms" and program.habits.norm == "wide"
+    return float((program.wide if is_wide else program.c) * width)
+
+
+def parted_peak(program: Program, layer: DecoderLayer) -> Bytes:
+    """The most in a backward pass of inputs, beyond what the layer keeps.
+
+    At its end, where the gradients of all that reads one norm meet (or in that norm, of single operators in fp32); in
+    the feed-forward's activation; or at the scores.
+    """
+    kept, c, h, attention = parted_kept(program, layer), program.c, program.h, layer.attention
+    stream, ff, heads = float(c * h), layer.feed_forward, attention.n_heads * attention.head_dim
+    is_single = program.decoder.norm == "rms" and program.habits.norm != "fused"
+    is_joined, drops = program.habits.joined or program.decoder.norm == "layer", program.decoder.dropout > 0
+    found = [kept + Bytes(residual=(2.0 + drops * (2.0 if is_joined else 3.0)) * stream)]
+    if is_single:
+        found.append(kept + Bytes(residual=2.0 * stream + 16.0 * h if c < 4 else 5.0 * stream))
+    if is_single and c < 4 and attention.qk_norm != "none":
+        found.append(kept + Bytes(inner=16.0 * heads, residual=stream))
+    if not ff.n_experts:
+        parts = 4.0 if ff.gated else program.habits.plain_parts + 1.0
+        found.append(Bytes(inner=parts * c * ff.d_ff, residual=2.0 * stream))
+    else:
+        found.append(Bytes(inner=ff.top_k * c * (4.0 * ff.d_ff + 2.0 * h), residual=2.0 * stream))
+    if is_plain(program, attention):
+        a, e, s = attention.n_heads, attention.value_dim, program.seq_len
+        scores = program.wide * a * (2.0 * s + 2.0 * e * drops) - c * projections(attention)  # those come after
+        found.append(kept + Bytes(inner=scores, residual=stream - _norm_gradient(program, h)))
+    return max(found, key=lambda form: form.per_token)
+
+
+def draw(program: Program, layer: DecoderLayer) -> Bytes | None:
+    """Where the mask of all heads is drawn, beyond what the layer keeps once it is through.
+
+    The scores' softmax is there and this rank's part of the mask; what comes after, and the product of both, is not.
+    """
+    if not is_plain(program, layer.attention) or not program.decoder.dropout:
+        return None
+    attention, c = layer.attention, program.c
+    a, k, d, e = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.value_dim
+    places = a * program.seq_len
+    # On GPUs torch's own dropout is asked for it: its input, its result, and its mask of a byte each.
+    whole = places * (program.wide if program.kernels.on_cpu else 2.0 * program.wide + 1.0)
+    later = _later(program, layer) + c * a * e + program.wide * places
+    narrow = c * (a * d + k * d + k * e) if c < 4 else 0  # what has been copied to fp32
+    return Bytes(normed=float(whole), inner=float(narrow - later))

@@ -130,6 +130,12 @@ def _unit(
         transient=lines(*(found["full"].forward_peak if "full" in found else 0 for _, found in both)),
         forward_peak=lines(*(_beyond(one, found, forward=True) for one, found in both)),
         backward_peak=lines(*(_beyond(one, found, forward=False) for one, found in both)),
+        recomputed_peak={
+            mode: lines(*(max(found[mode].backward_peak - found[mode].kept, 0) for _, found in both))
+            for mode in saved.keys() - {"none"}
+        },
+        parted_kept=lines(*(one.calls * found["none"].parted_kept if found else 0 for one, found in both)),
+        parted_peak=lines(*(_beyond_parted(one, found) for one, found in both)),
         matmul_parameters=round(calls * none.matmul_flops / (2 * tokens)) if none else 0,
         attention_width=round(calls * none.attention_flops / (4 * tokens * lines.seq_len)) if none else 0,
     )
@@ -142,6 +148,14 @@ def _beyond(one: BlockPass, found: Mapping[str, Measured], *, forward: bool) -> 
     inputs, none = one.inputs if forward else one.kept_input, found["none"]
     peak = none.forward_peak if forward else none.backward_peak
     return max(peak + (inputs - one.kept) / one.calls, 0.0)
+
+
+def _beyond_parted(one: BlockPass, found: Mapping[str, Measured]) -> float:
+    """The same of the backward pass of inputs, where there is one; before it the other calls' gradients are kept."""
+    if "none" not in found or not found["none"].parted_peak:
+        return 0.0
+    none = found["none"]
+    return max(none.parted_peak + (one.kept_input - one.kept) / one.calls + (one.calls - 1) * none.parted_kept, 0.0)
 
 
 def _parts(model: nn.Module, blocks: Named, shared: Collection[int], vocab_size: int) -> dict[str, Any]:

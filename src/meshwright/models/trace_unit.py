@@ -7,11 +7,12 @@ before its backward pass, as the next block's input is, and the gradient of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
 import torch.nn as nn
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from torch.utils.flop_counter import flop_registry
@@ -34,6 +35,9 @@ class Measured:
         kept: made in its forward pass and kept until backward; not its output.
         forward_peak: the most at once in its forward pass.
         backward_peak: the most at once in its backward pass, gradients of parameters apart.
+        parted_kept: of a backward pass in two, what the pass of inputs keeps for that of weights beyond `kept`; 0 where
+            the block cannot be passed so.
+        parted_peak: the most at once in the pass of inputs.
         matmul_flops: of products with parameters, forward.
         attention_flops: of products without, and of fused attention, each query with all keys; forward.
     """
@@ -41,6 +45,8 @@ class Measured:
     kept: int
     forward_peak: int
     backward_peak: int
+    parted_kept: int = 0
+    parted_peak: int = 0
     matmul_flops: int
     attention_flops: int
 
@@ -61,7 +67,9 @@ def measure(
         outer: the watch over the whole model, inside which this runs.
         modes: recompute modes, with what torch.utils.checkpoint needs for each.
     """
-    found = {"none": _run(block, forward, call, outer)}
+    plain = _run(block, forward, call, outer)
+    kept, peak = _parted(block, forward, call, outer)
+    found = {"none": replace(plain, parted_kept=max(kept - plain.kept, 0), parted_peak=peak)}
     for mode, contexts in modes.items():
 
         def recomputed(*args: Any, contexts: Contexts = contexts, **kwargs: Any) -> Any:
@@ -95,6 +103,32 @@ def _run(block: nn.Module, forward: Callable[..., Any], call: tuple[Any, Any], o
         matmul_flops=flops.matmul,
         attention_flops=flops.attention,
     )
+
+
+def _parted(block: nn.Module, forward: Callable[..., Any], call: tuple[Any, Any], outer: LiveBytes) -> tuple[int, int]:
+    """Bytes between the backward pass of inputs and that of weights, and the most in the first of them.
+
+    As a zero-bubble schedule runs them (parallel/pipeline.py). The gradients of the inputs do not count as kept: they
+    go to the stage before.
+    """
+    args, kwargs = tree_map_only(torch.Tensor, _fresh, call)
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    weights = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    with outer.apart() as lives:
+        outputs = [tensor for tensor in tensors_in(forward(*args, **kwargs)) if tensor.requires_grad]
+        if not inputs or not weights or not outputs:
+            return 0, 0
+        own, gradients = lives.lives_of(outputs), [torch.zeros_like(tensor) for tensor in outputs]
+        end = lives.now
+        try:
+            sent, groups = stage_backward_input(outputs, gradients, inputs, iter(weights))
+        except RuntimeError:  # an output that cannot be detached, or a block that torch cannot pass in two
+            return 0, 0
+        apart = {id(life) for life in [*own, *lives.lives_of(sent)]}
+        kept = sum(life.nbytes for life in lives.living() if id(life) not in apart)
+        peak = lives.peak(end, without=own)
+        del groups
+    return kept, peak
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,25 +122,31 @@ def _buckets(leaves: Sequence[Leaf], itemsize: int) -> Iterator[list[int]]:
 
 
 def _summed(leaves: Sequence[Leaf], gradients: list[torch.Tensor], groups: Groups) -> list[torch.Tensor]:
-    """Whole gradients of replicas."""
+    """Whole gradients of replicas; what was given is let go as soon as it is in the bucket."""
     if groups.dp is None:
         return gradients
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat, shapes = torch.cat([gradient.reshape(-1) for gradient in gradients]), [each.shape for each in gradients]
+    gradients.clear()
     dist.all_reduce(flat, group=groups.dp)
-    sizes = [gradient.numel() for gradient in gradients]
-    return [part.view_as(g) for part, g in zip(torch.split(flat, sizes), gradients, strict=True)]
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _scattered(leaves: Sequence[Leaf], gradients: list[torch.Tensor], groups: Groups) -> list[torch.Tensor]:
-    """Each shard rank's rows: as torch.chunk cuts them, with zeros behind until all have equally many."""
+    """Each shard rank's rows: as torch.chunk cuts them, with zeros behind until all have equally many.
+
+    What was given is let go as soon as it is in the bucket.
+    """
     ranks = dist.get_world_size(groups.shards)
     pieces = [_padded(gradient, ranks).view(ranks, -1) for gradient in gradients]
-    together = torch.cat(pieces, dim=1).reshape(-1)
+    together, widths = torch.cat(pieces, dim=1).reshape(-1), [piece.shape[1] for piece in pieces]
+    gradients.clear()
+    pieces.clear()
     mine = together.new_empty(together.numel() // ranks)
     _reduce_scatter(mine, together, group=groups.shards)
     if dist.get_world_size(groups.replicas) > 1:
         dist.all_reduce(mine, group=groups.replicas)
-    parts = torch.split(mine, [piece.shape[1] for piece in pieces])
+    parts = torch.split(mine, widths)
     heres = [local(leaf.parameter) for leaf in leaves]
     return [part[: here.numel()].view(here.shape) for part, here in zip(parts, heres, strict=True)]
 

@@ -1,7 +1,7 @@
 """Dropout under tensor parallelism: the mask that one process would draw, and this rank's slice of it (contract 4).
 
 All tp ranks seed their default generator alike (seeding.py), draw the whole mask and keep their part. That costs a
-draw of the whole mask on every rank, and no memory past the draw.
+draw of the whole mask on every rank, and room for it at the draw.
 
 Attention: on the CPU one process with dropout runs torch's plain (math) attention, whose mask is drawn for (b, h, s, s)
 of all heads at once; here each rank does the same for its heads. Flash kernels on GPUs draw inside the kernel from the
@@ -36,9 +36,11 @@ def part_dropout(x: Tensor, p: float, *, dim: int, whole: int, start: int) -> Te
     shape = list(x.shape)
     shape[dim] = whole
     with torch.no_grad():
-        mask = F.dropout(x.new_ones(shape), p)  # 0 or 1 / (1 - p); draws what dropout of the whole draws
-        mask = mask.narrow(dim, start, x.size(dim)).clone()  # backward keeps the part alone
-    return x * mask
+        if x.device.type == "cpu":  # what F.dropout draws there, without the input and the product that it has beside
+            mask = x.new_empty(shape).bernoulli_(1 - p).narrow(dim, start, x.size(dim)).clone().div_(1 - p)
+        else:
+            mask = F.dropout(x.new_ones(shape), p).narrow(dim, start, x.size(dim)).clone()
+    return x * mask  # backward keeps the part alone
 
 
 def drop_sequence(module: Any, axis: TensorAxis, x: Tensor) -> Tensor:
@@ -133,4 +135,6 @@ def plain_attention(
     if attn_mask is not None:
         is_seen = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_seen else scores + attn_mask
-    return (dropout(scores.softmax(-1)) @ v).to(dtype)
+    weights = scores.softmax(-1)
+    del scores  # their room is the mask's
+    return (dropout(weights) @ v).to(dtype)

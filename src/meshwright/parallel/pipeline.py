@@ -106,12 +106,21 @@ class Stage(PipelineStage):
         """Run a backward pass of inputs ("input"), of weights ("weight") or of both ("full")."""
         self.visits.backward(self._place)
         result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-        if backward_type != "input":
+        if backward_type == "input":
+            _forget(args[0]["input_values"])
+        else:
             self.visits.harvest(self.stage_index, self._place)
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: it is done once for all stages, when the schedule is over."""
+
+
+def _forget(received: Sequence[Any]) -> None:
+    """Drop gradients that torch leaves on the buffers of what was received, for good; those sent are the result's."""
+    for tensor in received:
+        if isinstance(tensor, torch.Tensor):
+            tensor.grad = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +201,17 @@ class Pipeline:
         target = {"target": places} if self.ends else {}
         with _plainly():
             self._schedule.step(*first, place=places, return_outputs=False, **target)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what went from one stage to the next on this rank: torch keeps it until the next step's comes."""
+        pp, schedule = self.mesh.layout.pp, self.rules.schedule
+        for stage in self._stages:
+            for table, other in ((stage.args_recv_info, -1), (stage.grad_recv_info, 1)):
+                at = stage.stage_index + other
+                if 0 <= at < self.rules.num_stages and rank_of(at, pp, schedule) == self.mesh.pp_rank:
+                    for info in (info for infos in table.values() for info in infos if hasattr(info, "buffer")):
+                        info.buffer = None
 
     def _loss(self, output: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return self._objective(int(place), output)

@@ -266,6 +266,16 @@ RULES: Final[Sequence[Rule]] = (
         ),
         lambda setting, one: "Nearest: zero_stage 1 or 2, or pp_schedule 1f1b.",
     ),
+    Rule(
+        "zero-bubble-recompute",
+        "Zero-bubble schedules do not go with recompute.",
+        lambda setting, c: (c.pp > 1) & np.isin(c.schedule, ZERO_BUBBLES) & (np.asarray(c.recompute) > 0),
+        lambda setting, one: (
+            f"{SCHEDULES[one.schedule]} splits backward in two, and a block would be computed again for each of its "
+            "weights."
+        ),
+        lambda setting, one: "Nearest: recompute none, or pp_schedule 1f1b or interleaved1f1b.",
+    ),
 )
 """In the order in which they are asked: the first that breaks is the one that is said."""
 

@@ -69,6 +69,14 @@ class UnitSpec:
         transient: the most that lives at once during a forward pass that keeps nothing, its input apart.
         backward_peak: the most that lives at once during its backward pass beyond `saved["none"]` and the gradients of
             its parameters.
+        recomputed_peak: by recompute mode (selective | full), the most that lives at once in a backward pass that
+            computes the block again, beyond `saved` of that mode.
+        parted_kept: where its backward pass comes in two (zero-bubble schedules), kept from the pass of inputs to that
+            of weights beyond `saved["none"]`, all of which lives on too: gradients of what has parameters.
+        parted_peak: the most that lives at once in the pass of inputs beyond `saved["none"]`.
+        draw: the most that lives at once beyond `saved["none"]` where tp draws the dropout mask of all attention heads;
+            only what `normed` says of it is of all heads (parallel/masks.py). None without such a draw.
+        under_tp: the same block where tp cuts it, if other operators run there (dropout on GPUs); else None.
         matmul_parameters: parameters of matrix products that one token passes (of experts: top_k of them); each costs
             2 FLOP per token forward.
         attention_width: query heads x (query width + value width) / 2; scores cost 4 * width * keys FLOP per token.
@@ -85,6 +93,11 @@ class UnitSpec:
     forward_peak: Bytes = field(default_factory=Bytes)
     transient: Bytes = field(default_factory=Bytes)
     backward_peak: Bytes = field(default_factory=Bytes)
+    recomputed_peak: Mapping[str, Bytes] = field(default_factory=dict)
+    parted_kept: Bytes = field(default_factory=Bytes)
+    parted_peak: Bytes = field(default_factory=Bytes)
+    draw: Bytes | None = None
+    under_tp: UnitSpec | None = None
     matmul_parameters: int = 0
     attention_width: int = 0
 

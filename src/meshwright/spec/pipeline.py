@@ -65,6 +65,23 @@ def microbatch_fault(schedule: str, pp: int, num_microbatches: int, samples: int
     return Fault("layout.pp_schedule", rule, f"Nearest: {near}.")
 
 
+def recompute_fault(schedule: str, recompute: str) -> Fault | None:
+    """Why a schedule does not go with a recompute mode; None if it does.
+
+    torch.autograd runs the pass of weights once for each of a block's weights, and torch.utils.checkpoint computes the
+    block again in each of these (torch 2.13: 10 times in all for a Llama block; `selective` fails).
+
+    Args:
+        schedule: its word.
+        recompute: none | selective | full.
+    """
+    if schedule not in SPLIT or recompute == "none":
+        return None
+    rule = f"is {recompute} with layout.pp_schedule {schedule}: its backward passes come in two, inputs and weights, "
+    rule += "and a block would be computed again for each of its weights."
+    return Fault("train.recompute", rule, 'Nearest: "none", or layout.pp_schedule 1f1b or interleaved1f1b.')
+
+
 def idle_share(schedule: str, pp: int, chunks: int, num_microbatches: int) -> float:
     """The share of a step in which a rank waits, 0 to 1, where forward, input and weight passes take equally long.
 

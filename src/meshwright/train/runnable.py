@@ -3,6 +3,7 @@
     tp        whole heads on every rank; sequences that divide; an optimizer that updates each weight by itself
     pp        a layer for every stage; microbatches that the schedule takes; gradients summed when the schedule is over
     pp, ZeRO  zero-bubble schedules need weights that stay gathered
+    pp        and do not go with recompute
     exact     sums of not too many microbatches
 
 What only the model can say (it is no chain, it has no table for tp) is refused once it is built.
@@ -18,7 +19,7 @@ from meshwright.spec.batch import plan_batch
 from meshwright.spec.layout import Layout, chunks_of
 from meshwright.spec.nearest import divisors, listed, shown
 from meshwright.spec.optimizers import OPTIMIZERS, is_elementwise
-from meshwright.spec.pipeline import SPLIT, microbatch_fault
+from meshwright.spec.pipeline import SPLIT, microbatch_fault, recompute_fault
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.tensor_rules import TensorRules, degree_fault, reference_rules, rules_of, sequence_fault
 
@@ -85,8 +86,8 @@ def _pipeline_faults(recipe: Recipe, layout: Layout) -> Iterator[Fault]:
         yield from _stage_faults(recipe.model.n_layers, layout.pp, chunks)
     samples = batch.num_microbatches * batch.microbatch_size
     wrong = microbatch_fault(schedule, layout.pp, batch.num_microbatches, samples)
-    if wrong is not None:
-        yield wrong
+    again = recompute_fault(schedule, recipe.train.recompute)
+    yield from (fault for fault in (wrong, again) if fault is not None)
     if schedule in SPLIT and layout.zero_stage == 3:
         rule = f"is {schedule} with layout.zero_stage 3: its backward passes come in two, and weights that are freed "
         yield Fault("layout.pp_schedule", f"{rule}between them give wrong gradients.", f"Nearest: {_unsplit(layout)}.")
