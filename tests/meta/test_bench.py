@@ -58,7 +58,8 @@ def recipe(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ddp2", marks=pytest.mark.matrix), "zero3x2"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["ddp2", "zero3x2"])
 def test_both_sides_are_the_same_training_and_every_ratio_is_a_number(recipe, layout):
     tiny = ["--rounds", "1", "--steps", "60", "--skip", "5", "--no-warm-up", "--json"]
     found = json.loads(run("compare.py", "--recipe", recipe, "--layout", layout, *tiny))["layouts"][layout]

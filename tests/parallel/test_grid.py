@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.parallel.grid import FIRST, LARGEST, MOST_MICROBATCHES, RESOLUTION, SIGNIFICAND, Grid
+from meshwright.errors import SpecError
+from meshwright.parallel.grid import FIRST, LARGEST, MOST_MICROBATCHES, RESOLUTION, SIGNIFICAND, Grid, require_few
 
 MICROBATCHES = st.one_of(st.integers(1, 64), st.integers(1, MOST_MICROBATCHES))
 PEAKS = st.floats(1e-280, 1e280)
@@ -74,6 +75,12 @@ def test_sums_of_the_most_microbatches_are_exact_too() -> None:
     for _ in range(MOST_MICROBATCHES):
         total += term
     assert Fraction(total) == Fraction(term) * MOST_MICROBATCHES
+
+
+def test_a_table_that_two_modules_share_halves_the_microbatches_that_a_step_may_have() -> None:
+    assert require_few(MOST_MICROBATCHES // 2, 2) == require_few(MOST_MICROBATCHES, 1) == MOST_MICROBATCHES
+    with pytest.raises(SpecError, match=r"40000 microbatches a step, and 2 modules .* 80000 .* at most 32768"):
+        require_few(40000, 2)
 
 
 PEAK_OR_NONE = st.one_of(st.just(-1.0), st.just(0.0), PEAKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ amounts = st.floats(min_value=0, max_value=1e18, allow_nan=False)
 counts = st.integers(min_value=0, max_value=10**15)
 forms = st.builds(Bytes, fixed=amounts, inner=amounts, residual=amounts, normed=amounts)
 modes = st.dictionaries(st.sampled_from(("none", "selective", "full")), forms)
-units = st.builds(
+plain_units = st.builds(
     UnitSpec, name=st.text(), count=counts, parameters=counts, frozen=counts, largest=counts, saved=modes,
-    backward_peak=forms, matmul_parameters=counts,
+    backward_peak=forms, recomputed_peak=modes, draw=st.none() | forms, matmul_parameters=counts,
 )  # fmt: skip
+units = st.builds(replace, plain_units, under_tp=st.none() | plain_units)
 facts = st.dictionaries(st.text(), st.none() | st.booleans() | counts | amounts | st.text(), max_size=4)
 specs = st.builds(
     ModelSpec, name=st.text(), units=st.lists(units, max_size=3).map(tuple), embedding_parameters=counts,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.gradients import Facts, Gradients, given
-from meshwright.parallel.grid import LARGEST, LEAST_EXPONENT, Grid
+from meshwright.parallel.grid import LARGEST, LEAST_EXPONENT, Grid, require_few
 from meshwright.parallel.kin import Kin, sum_over_kin
 from meshwright.parallel.leaves import Leaf, local, padded_gradient
 from meshwright.parallel.mesh import Group
@@ -133,7 +133,7 @@ class ExactGradients(Gradients):
         places = {name: i for i, name in enumerate(rules.names)}
         self.numbers = [places[leaf.name] for leaf in leaves]
         """The place of each leaf among all trained parameters of the model, of which this rank may have some."""
-        self.grid = Grid(rules.names, rules.num_microbatches * rules.uses)
+        self.grid = Grid(rules.names, require_few(rules.num_microbatches, rules.uses))
         self._rules, self._num_microbatches = rules, rules.num_microbatches
         self._device = local(leaves[0].parameter).device
         self._peaks = Peaks(len(rules.names), rules.num_microbatches, self._device)

@@ -18,6 +18,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, final
 
+from meshwright.errors import SpecError
+
 SIGNIFICAND: Final = 53
 """Bits of an fp64 number."""
 
@@ -37,6 +39,24 @@ MOST_MICROBATCHES: Final = 1 << 16
 
 FIRST: Final = "the grid of exact mode is taken from the first gradients"
 """Why the first step of every training is computed twice."""
+
+
+def require_few(num_microbatches: int, uses: int) -> int:
+    """Addends of a sum over a step: of microbatches, and of the modules that share a parameter.
+
+    Args:
+        num_microbatches: of a step, all ranks together.
+        uses: the most modules that share one parameter.
+
+    Raises:
+        SpecError: more than can be summed exactly.
+    """
+    addends, most = num_microbatches * uses, MOST_MICROBATCHES // uses
+    if addends > MOST_MICROBATCHES:
+        rule = f"makes {num_microbatches} microbatches a step, and {uses} modules share a parameter (a tied table): "
+        rule += f"sums of {addends} gradients, more than {MOST_MICROBATCHES}, would not be exact."
+        raise SpecError("train.reduction = exact", rule, f"Nearest: larger microbatches, at most {most} of them.")
+    return addends
 
 
 @final

@@ -65,8 +65,10 @@ def _plain(value: Any) -> Any:
 def _read(value: Any, kind: Any, where: str) -> Any:
     """A JSON value as the type that a field is declared with."""
     origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _read_dataclass(value, kind, where)
+    kinds = inner if origin in (types.UnionType, Union) else (kind,)
+    made = next((one for one in kinds if is_dataclass(one) and isinstance(one, type)), None)
+    if made is not None:
+        return None if value is None and types.NoneType in kinds else _read_dataclass(value, made, where)
     if origin is tuple:
         _require(isinstance(value, list), value, "a list", where)
         return tuple(_read(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
@@ -76,7 +78,7 @@ def _read(value: Any, kind: Any, where: str) -> Any:
     if origin is Literal:
         _require(value in inner, value, f"one of {listed(inner)}", where)
         return value
-    return _read_scalar(value, inner if origin in (types.UnionType, Union) else (kind,), where)
+    return _read_scalar(value, kinds, where)
 
 
 def _read_dataclass(value: Any, kind: type, where: str) -> Any:
