@@ -134,9 +134,9 @@ def has_copies(q: StageQuantities) -> Column:
 def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column]:
     """Gradients at each moment: before the first backward pass of a step there are none."""
     exact, whole = q.job.engine.exact, ~_stage_is(q, 1)
-    # What stands for a tied table's second use has a part of the sums too.
+    # What stands for a tied table's second use has a part of the sums too, which comes at the very end.
     second = q.job.states.gradient_bytes * q.twin / q.shard_group * (exact & ~whole & ~q.harvests)
-    full = gradient_bytes(q) + second
+    full = gradient_bytes(q) + second * _accumulates(q)
     if not transient:
         return dict.fromkeys(MOMENTS, full)
     waits = _accumulates(q) | has_buckets(q)
@@ -145,6 +145,10 @@ def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column
     begun = np.where(whole & exact, full, early)
     coming = q.job.states.gradient_bytes * np.maximum(q.parameters - q.frozen - q.block - q.embedding, 0.0)
     near_end = np.where(whole & ~waits & (not exact), coming * ~has_copies(q), np.where(has_copies(q), begun, full))
+    # Of the only microbatch of a step, parts of the first block and of the root come behind; exact sums of the root
+    # are there as soon as one of its parameters has a gradient.
+    behind = q.job.states.gradient_bytes * (q.block + q.root * (not exact)) / q.shard_group
+    near_end = np.where(~whole & ~_accumulates(q), np.maximum(near_end - behind, 0.0), near_end)
     # Exact sums in parts are back in the masters' type once they are whole.
     final_bytes = np.where(exact & ~whole, q.job.states.parameter_bytes, q.job.states.gradient_bytes)
     reduced = final_bytes * np.where(
