@@ -131,12 +131,9 @@ def shard_sections(sections: Iterable[Section], rules: ShardRules) -> None:
         root.set_is_last_backward(True)
 
 
-def reshard(sections: Iterable[nn.Module]) -> None:
-    """Free whatever is gathered."""
-    for section in sections:
-        for unit in section.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+def units_of(sections: Iterable[nn.Module]) -> list[FSDPModule]:
+    """What is gathered together, of sections that `shard_sections` has cut."""
+    return [unit for section in sections for unit in section.modules() if isinstance(unit, FSDPModule)]
 
 
 def require_cuttable(named: Sequence[tuple[str, nn.Parameter]]) -> None:

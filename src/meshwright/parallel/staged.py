@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from meshwright.models.anatomy import parameters_in_order
 from meshwright.parallel.entry import Entry, Parallel
-from meshwright.parallel.fsdp import require_cuttable, reshard, shard_sections
+from meshwright.parallel.fsdp import require_cuttable, shard_sections, units_of
 from meshwright.parallel.gradients import Gradients
 from meshwright.parallel.harvest import ExactStages, Harvest, Source, StageGradients, StageRules
 from meshwright.parallel.kin import kin_of
@@ -48,14 +48,15 @@ def run_stages(model: nn.Module, mesh: Mesh, spread: Spread, cutting: Cutting) -
         inputs=torch.float64 if spread.compute == "fp64" else spread.half,
         upcast=spread.half is not None,
     )
-    pipeline = Pipeline(mesh, staged.sections, rules)
+    pipeline, units = Pipeline(mesh, staged.sections, rules), units_of(staged.sections.values())
 
     def announce(reduce: bool, last: bool) -> None:
         if copies is not None:
             copies.put()
 
     def settle() -> None:
-        reshard(staged.sections.values())
+        for unit in units:
+            unit.reshard()
         if copies is not None:
             copies.take_away()
 
