@@ -12,9 +12,11 @@ import pytest
 
 from cost.random_jobs import random_candidate, random_job
 from meshwright.cost.candidate import Candidate, Columns
+from meshwright.cost.engine import own_engine
 from meshwright.cost.explain import FITS, explain
 from meshwright.cost.memory import estimate
 from meshwright.cost.quantities import Job
+from meshwright.cost.states import STATES
 from meshwright.cost.terms import TERMS
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
 
@@ -52,6 +54,21 @@ def test_every_formula_gives_its_amount(seed):
         for term in explain(random_job(draw), random_candidate(draw)).terms:
             # Numbers of a formula are printed to 6 digits or 2 places.
             assert evaluated(term.formula) == pytest.approx(term.amount, rel=1e-4, abs=1.0), (term.name, term.formula)
+
+
+@pytest.mark.parametrize("schedule", range(5))
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_every_formula_gives_its_amount_in_exact_mode_with_a_tied_table(pp, zero_stage, schedule):
+    draw = random.Random(zero_stage)
+    job = random_job(draw)
+    while not (job.model.tied and job.model.embedding_parameters and job.model.units):
+        job = random_job(draw)
+    job = replace(job, engine=own_engine(4, exact=True), states=STATES["fsdp2"])
+    one = Candidate(pp=pp, dp_shard=2, zero_stage=zero_stage, num_microbatches=8, schedule=schedule)
+    one = replace(one, chunks=2 if pp > 1 and schedule > 1 else 1)
+    for term in explain(job, one).terms:
+        assert evaluated(term.formula) == pytest.approx(term.amount, rel=1e-4, abs=1.0), (term.name, term.formula)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -23,6 +23,7 @@ from meshwright.cost.terms import (
     moment_terms,
     parted_bytes,
     passing_bytes,
+    second_bytes,
     staged_bytes,
 )
 from meshwright.spec.estimate import MemoryEstimate, Term
@@ -94,7 +95,9 @@ def _formula(name: str, q: StageQuantities, moment: str) -> str:
         case "parameters":
             return _parameters(q)
         case "gradients":
-            return f"{_n(q.job.states.gradient_bytes)} x {_share(q, not gradients_are_cut(q))}"
+            second = float(second_bytes(q))
+            text = f"{_n(q.job.states.gradient_bytes)} x {_share(q, not gradients_are_cut(q))}"
+            return f"{text} + {_n(second)}" if second else text
         case "optimizer_state":
             off = " x 0" if q.columns.offload else ""
             return f"{_n(q.job.states.optimizer_bytes)} x {_share(q, q.columns.zero_stage < 1)}{off}"

@@ -134,9 +134,7 @@ def has_copies(q: StageQuantities) -> Column:
 def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column]:
     """Gradients at each moment: before the first backward pass of a step there are none."""
     exact, whole = q.job.engine.exact, ~_stage_is(q, 1)
-    # What stands for a tied table's second use has a part of the sums too, which comes at the very end.
-    second = q.job.states.gradient_bytes * q.twin / q.shard_group * (exact & ~whole & ~q.harvests)
-    full = gradient_bytes(q) + second * _accumulates(q)
+    full = gradient_bytes(q) + second_bytes(q)
     if not transient:
         return dict.fromkeys(MOMENTS, full)
     waits = _accumulates(q) | has_buckets(q)
@@ -163,6 +161,12 @@ def gradients_by_moment(q: StageQuantities, transient: bool) -> dict[str, Column
     near_end = np.where(staged, np.where(cut, 0.0, full * _accumulates(q)), near_end)
     later = {"backward": begun, "backward_end": near_end, "reduction": full, "update": reduced}
     return dict.fromkeys(MOMENTS, early) | later
+
+
+def second_bytes(q: StageQuantities) -> Column:
+    """Exact sums of what stands for a tied table's second use; of one microbatch they come at the very end."""
+    counted = q.job.engine.exact & _stage_is(q, 1) & ~q.harvests & _accumulates(q)
+    return q.job.states.gradient_bytes * q.twin / q.shard_group * counted
 
 
 def gathered_parts(q: StageQuantities) -> Parts:
