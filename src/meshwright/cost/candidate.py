@@ -9,10 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.layout import Layout
+from meshwright.spec.pipeline import SPLIT
 
 RECOMPUTE: Final = ("none", "selective", "full")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved1f1b", "interleaved-zero-bubble", "zbv", "zb-1p", "zb-2p")
 """The first five are PyTorch's and can be asked for; the last two only appear in published measurements."""
+
+PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
+"""Schedules whose backward passes come in two."""
+
+V_SHAPED: Final = SCHEDULES.index("zbv")
+"""The one whose ranks have two stages that lie opposite each other."""
 
 OFFLOADS: Final = ("none", "optimizer")
 

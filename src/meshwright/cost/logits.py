@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from meshwright.cost.candidate import SCHEDULES, Column
-from meshwright.cost.quantities import V_SHAPED, StageQuantities
+from meshwright.cost.candidate import SCHEDULES, V_SHAPED, Column
+from meshwright.cost.quantities import StageQuantities
 from meshwright.spec.model_spec import Bytes
 
 ONE_F_ONE_B: Final = SCHEDULES.index("1f1b")

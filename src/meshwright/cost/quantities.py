@@ -9,7 +9,7 @@ from typing import Final, final
 
 import numpy as np
 
-from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
+from meshwright.cost.candidate import PARTED, RECOMPUTE, SCHEDULES, V_SHAPED, Candidate, Column, Columns
 from meshwright.cost.engine import Engine
 from meshwright.cost.stages import (
     Content,
@@ -25,13 +25,10 @@ from meshwright.cost.stages import (
 )
 from meshwright.cost.states import StateRecipe
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
-from meshwright.spec.pipeline import INTERLEAVED, SPLIT, takes
+from meshwright.spec.pipeline import INTERLEAVED, takes
 
 FULL: Final = RECOMPUTE.index("full")
 GPIPE: Final = SCHEDULES.index("gpipe")
-V_SHAPED: Final = SCHEDULES.index("zbv")
-PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
-"""Schedules whose backward passes come in two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

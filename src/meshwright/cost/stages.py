@@ -10,7 +10,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
+from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, V_SHAPED, Candidate, Column, Columns
 from meshwright.spec.model_spec import Bytes, ModelSpec, UnitSpec
 from meshwright.spec.pipeline_play import FORWARD, INPUT, WEIGHT, WHOLE, passes_of
 from meshwright.spec.stage_cut import StageWeights, stages_of, weigh
@@ -95,7 +95,7 @@ class StageTables:
             stage: which rank of the pipeline; of the ranks in the middle, each number is that of the rank where it is
                 the largest.
         """
-        is_v = np.asarray(columns.schedule) == SCHEDULES.index("zbv")
+        is_v = np.asarray(columns.schedule) == V_SHAPED
         keys = np.asarray(columns.pp) * KEY + np.asarray(columns.chunks) * 2 + (is_v & (np.asarray(columns.pp) > 1))
         unique, place = np.unique(keys, return_inverse=True)
         table = np.array([self._held(int(key) // KEY, int(key) % KEY // 2, bool(key % 2), stage) for key in unique])

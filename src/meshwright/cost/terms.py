@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from meshwright.cost.candidate import Column
+from meshwright.cost.candidate import V_SHAPED, Column
 from meshwright.cost.logits import loss_bytes, loss_kept
-from meshwright.cost.quantities import V_SHAPED, StageQuantities
+from meshwright.cost.quantities import StageQuantities
 
 MOMENTS: Final = ("forward", "logits", "loss", "backward", "backward_end", "reduction", "update")
 TERMS: Final = (

@@ -30,7 +30,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate, Column, Columns
+from meshwright.cost.candidate import RECOMPUTE, V_SHAPED, Candidate, Column, Columns
 from meshwright.cost.quantities import Job, StageQuantities, tables_of
 from meshwright.cost.stages import Stage, StageTables
 from meshwright.cost.terms import tied_ends
@@ -194,7 +194,7 @@ class TrafficQuantities:
     def sends(self) -> Column:
         """Activations and gradients that the stage sends on for a microbatch; the ends of a V have two neighbours."""
         q, c = self.stage, self.columns
-        is_v = np.asarray(c.schedule) == SCHEDULES.index("zbv")
+        is_v = np.asarray(c.schedule) == V_SHAPED
         at_end = np.where(is_v, c.chunks, 2 * c.chunks - 1)
         is_end = q.is_first | q.is_last | (np.asarray(c.pp) == 2)
         return np.where(np.asarray(c.pp) == 1, 0, np.where(is_end, at_end, 2 * c.chunks))

@@ -45,8 +45,6 @@ MULTI: Final[Mapping[str, type[PipelineScheduleMulti]]] = {
     "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-SPLIT: Final = ("interleaved-zero-bubble", "zbv")
-"""Schedules that part the backward pass of inputs from that of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,20 +19,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import SCHEDULES, Column, Columns
+from meshwright.cost.candidate import PARTED, Column, Columns
 from meshwright.cost.quantities import Job
 from meshwright.cost.traffic import AXES, Traffic
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.model_spec import ModelSpec
-from meshwright.spec.pipeline import SPLIT
 
 AGAIN: Final = (0.0, 20.3 / 19.0 - 1, 27.2 / 19.6 - 1)
 """Share of computation that recompute adds: none, selective, full."""
 
 UNKNOWN_FLOPS: Final = {"cpu": 5e10, "gpu": 1e14}
 """Per second, where no data sheet says it: a few CPU cores, a server's GPU of about 2018."""
-
-PARTED: Final = tuple(SCHEDULES.index(name) for name in SPLIT)
 
 UNKNOWN_HOST_BYTES_PER_S: Final = 25e9
 """PCIe 4 x16, four fifths of it."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.candidate import SCHEDULES, Candidate, Columns
+from meshwright.cost.candidate import PARTED, SCHEDULES, Candidate, Columns
 from meshwright.errors import BatchError
 from meshwright.plan.setting import (
     Setting,
@@ -33,7 +33,6 @@ from meshwright.spec.batch import BatchPlan
 Mask = NDArray[np.bool_]
 ONE_F_ONE_B: Final = SCHEDULES.index("1f1b")
 ROUNDS: Final = (SCHEDULES.index("interleaved1f1b"), SCHEDULES.index("interleaved-zero-bubble"))
-ZERO_BUBBLES: Final = (SCHEDULES.index("interleaved-zero-bubble"), SCHEDULES.index("zbv"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +258,7 @@ RULES: Final[Sequence[Rule]] = (
     Rule(
         "zero-bubble-zero3",
         "Zero-bubble schedules need weights that stay gathered between forward and backward.",
-        lambda setting, c: (c.pp > 1) & np.isin(c.schedule, ZERO_BUBBLES) & (c.zero_stage == 3),
+        lambda setting, c: (c.pp > 1) & np.isin(c.schedule, PARTED) & (c.zero_stage == 3),
         lambda setting, one: (
             f"{SCHEDULES[one.schedule]} splits backward in two, and weights that stage 3 frees in between give wrong "
             "gradients, without an error (torch 2.13)."
@@ -269,7 +268,7 @@ RULES: Final[Sequence[Rule]] = (
     Rule(
         "zero-bubble-recompute",
         "Zero-bubble schedules do not go with recompute.",
-        lambda setting, c: (c.pp > 1) & np.isin(c.schedule, ZERO_BUBBLES) & (np.asarray(c.recompute) > 0),
+        lambda setting, c: (c.pp > 1) & np.isin(c.schedule, PARTED) & (np.asarray(c.recompute) > 0),
         lambda setting, one: (
             f"{SCHEDULES[one.schedule]} splits backward in two, and a block would be computed again for each of its "
             "weights."
