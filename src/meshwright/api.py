@@ -147,12 +147,12 @@ class Run:
     """A training that the user's own loop drives."""
 
     def __init__(self, inner: InnerRun, leave: ExitStack) -> None:
-        self._inner, self._leave = inner, leave
+        self._inner = inner
         self._summary: dict[str, Any] | None = None
-        self._closed = False
-        # Ranks that `launch` forks end without `atexit`; multiprocessing's finalizers run there, and only there.
-        atexit.register(self.close)
-        multiprocessing.util.Finalize(self, self._leave.close, exitpriority=10)
+        # Ranks that `launch` forks end without `atexit`; multiprocessing's finalizers run there. It happens once, and
+        # nothing of it keeps a run that nobody has any more.
+        self._end = multiprocessing.util.Finalize(self, _end, (inner, leave), exitpriority=10)
+        atexit.register(self._end)
 
     @property
     def world(self) -> World:
@@ -212,14 +212,16 @@ class Run:
 
     def close(self) -> None:
         """Close files and leave the process group. Called at exit if you do not."""
-        inner = self._inner
-        if self._summary is None and inner.folder is not None and inner.unsaved and not self._closed:
-            inner.console.warn(
-                f"the loop ended at step {inner.done} of {inner.end}, and the last checkpoint does not have it; "
-                "call run.save() before you leave the loop early"
-            )
-        self._closed = True
-        self._leave.close()
+        self._end()
+
+
+def _end(inner: InnerRun, leave: ExitStack) -> None:
+    if inner.folder is not None and inner.unsaved:
+        inner.console.warn(
+            f"the loop ended at step {inner.done} of {inner.end}, and the last checkpoint does not have it; "
+            "call run.save() before you leave the loop early"
+        )
+    leave.close()
 
 
 @final

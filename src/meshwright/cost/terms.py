@@ -349,9 +349,10 @@ def buffer_parts(q: StageQuantities, transient: bool) -> Parts:
     staged = q.harvests
     still = (is_cut | q.job.model.tied) & ~has_copies(q)
     summed_before = (waiting[0], waiting[1] * (_accumulates(q) | (not engine.harvests)))
-    # A chunk's own gradients, until they are taken; of one microbatch they are the sums.
+    # A chunk's own gradients: of one microbatch they become the sums; else each is added as soon as it is there, but
+    # for those of passes of weights, which wait for the end of theirs.
     made = (q.parameters - q.frozen + q.twin) / np.asarray(q.columns.chunks) - _still_to_come(q)
-    own = (c, np.maximum(made, 0.0) * staged)
+    own = (c, np.maximum(made, 0.0) * (staged & (q.parts_backward | ~_accumulates(q))))
     at_end = [buckets, summed_before, own, (c, converted * ~staged), (head[0], head[1] * still * ~staged)]
     moving_on = q.block * (is_cut & ~staged)
     joins = staged & ((np.asarray(q.columns.dp_replicate) > 1) | (np.asarray(q.columns.dp_shard) > 1))

@@ -11,12 +11,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.arrivals import follow
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.gradients import Facts, Gradients, given
 from meshwright.parallel.grid import LARGEST, LEAST_EXPONENT, Grid, require_few
@@ -277,12 +277,13 @@ class ExactReplicas(ExactGradients):
         self._sizes, self._length = sizes, sum(sizes)
         self._sums: list[torch.Tensor] = []
         for number, tensor in [*((i, leaf.parameter) for i, leaf in enumerate(leaves)), *uses]:
-            tensor.register_post_accumulate_grad_hook(partial(self._add, number))
+            follow(tensor, number, self)
 
-    def _add(self, number: int, parameter: torch.Tensor) -> None:
+    def move(self, number: int, parameter: torch.Tensor) -> None:
+        """Add to a leaf's sum what a parameter has, if anything."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self.add(number, gradient)
+        if gradient is not None:
+            self.add(number, gradient)
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Add a microbatch's gradient of one use of a leaf to its sum."""

@@ -1,4 +1,4 @@
-"""Gradients of a pipeline's stages: taken from the parameters after each backward pass, summed over ranks at the end.
+"""Gradients of a pipeline's stages: taken from the parameters as they come, summed over ranks at the end.
 
 Why not by DDP and FSDP2: a schedule runs the backward passes of several microbatches before it is known which is the
 last, and a zero-bubble schedule makes gradients of weights without the hooks that both rely on. So each backward pass
@@ -10,6 +10,7 @@ hands its gradients on here, they are added up in the type that the recipe sums 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.arrivals import follow
 from meshwright.parallel.exact import ExactGradients, ExactRules
 from meshwright.parallel.gradients import Facts, Gradients, root, squares
 from meshwright.parallel.kin import Kin, sum_over_kin
@@ -55,14 +57,27 @@ class Harvest:
         self.sums: dict[int, torch.Tensor] = {}
         self.watches = False
         self.unsound: list[torch.Tensor] = []
+        self._followed: dict[Place, weakref.ref[torch.Tensor]] = {}
 
     def take(self, stage: int) -> None:
-        """Take what the parameters of a stage have."""
+        """Take what the parameters of a stage have; from now on each gradient goes as soon as it is there.
+
+        Else all of a stage's would wait beside the sums for its backward pass to end. What is in a place may be another
+        parameter than it was (ZeRO's gathered one, a copy in the compute type), so it is looked at again.
+        """
         for place, number in self._sources[stage]:
             parameter = place.parameter
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                self._add(number, gradient)
+            self.move(number, parameter)
+            followed = self._followed.get(place)
+            if followed is None or followed() is not parameter:
+                self._followed[place] = weakref.ref(parameter)
+                follow(parameter, number, self)
+
+    def move(self, number: int, parameter: torch.Tensor) -> None:
+        """Add to a leaf's sum what a parameter has, if anything."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._add(number, gradient)
 
     def _add(self, number: int, gradient: torch.Tensor) -> None:
         if self.watches:
