@@ -1,5 +1,6 @@
 # Everything a fresh machine needs is Python 3.11+ and make. `make` prints the verbs.
 PYTHON ?= python3
+JOBS   ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 $(BIN)/python
@@ -21,8 +22,9 @@ setup: $(VENV)/.ready  ## make .venv with the tested builds
 demo: setup  ## plan, train on 2 processes, resume on 1, generate text, exact mode on 3 layouts (about 3 minutes)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
-test: setup  ## run the tests (a sample of the big matrices)
-	$(RUN) -m pytest -q -m "not matrix and not chaos and not gpu"
+test: setup  ## run the tests on JOBS=2 cores (a sample of the big matrices)
+	$(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "not matrix and not chaos and not gpu and not alone"
+	$(RUN) -m pytest -q -m alone tests/cli tests/meta tests/plan
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,5 +1,8 @@
 """Real ranks for tests: one warm process, with torch imported once, forks a world of gloo ranks for each call.
 
+Hugging Face's library takes seconds to import: the first ranks that need a part of it do so by themselves, and the
+warm process before the next ones.
+
     def every_rank_sums(world, base):           # at the top of a test module; world is a meshwright World
         tensor = torch.full((2,), float(base + world.rank))
         dist.all_reduce(tensor)
@@ -13,6 +16,7 @@ A call costs about a tenth of a second. Arguments and values travel pickled; a f
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -42,6 +46,10 @@ WARM_MODULES = (
     "meshwright.train.launch",
     "meshwright.train.world",
 )
+
+
+LEARNED = "transformers"
+"""What of this a rank had to import, the warm process imports too."""
 
 
 class RanksFailed(Exception):
@@ -132,6 +140,7 @@ def serve(fd: int, parent_pid: int) -> None:
         except EOFError:
             return
         link.send_bytes(pickle.dumps(_answer(*pickle.loads(request))))
+        gc.freeze()  # what the ranks' collections do not look at stays shared with them
 
 
 def _answer(
@@ -159,6 +168,8 @@ def _answer(
             return _portable(error, where, n), []
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        for name in Path(folder, "imported").read_text().split():
+            importlib.import_module(name)
         return None, [Path(folder, str(rank)).read_bytes() for rank in range(n)]
 
 
@@ -166,12 +177,16 @@ def _on_rank(where: tuple[str, str], args: bytes, folder: str, env: dict[str, st
     from meshwright.train.world import join_world
 
     os.environ.update(env)
+    known = set(sys.modules)
     fn: Any = importlib.import_module(where[0])
     for name in where[1].split("."):
         fn = getattr(fn, name)
     with join_world(device="cpu") as world:
         value = fn(world, *pickle.loads(args))
         Path(folder, str(world.rank)).write_bytes(pickle.dumps(value))
+        if world.rank == 0:
+            imported = [name for name in sys.modules if name.partition(".")[0] == LEARNED and name not in known]
+            Path(folder, "imported").write_text("\n".join(imported))
 
 
 def _portable(error: Exception, where: tuple[str, str], n: int) -> Exception:

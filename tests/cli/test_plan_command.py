@@ -252,6 +252,7 @@ def test_a_plan_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.alone
 def test_the_whole_command_takes_less_than_a_second_and_a_half_for_a_405b() -> None:
     """The goal that the project states; processor time, as others use the machine too."""
     spent, environment = [], os.environ | {"OMP_NUM_THREADS": "1"}

@@ -81,6 +81,7 @@ def bare_s() -> float:
     return cpu_s([PYTHON, "-c", "pass"])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["--help", "train --help", "checkpoint ls DIR"])
 def test_the_command_starts_within_its_budget(name, run_dir, bare_s) -> None:
     spent = cpu_s([COMMAND, *words_of(name, run_dir)]) - bare_s

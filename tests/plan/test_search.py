@@ -6,6 +6,7 @@ import math
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,6 +139,7 @@ def test_more_memory_never_asks_for_a_higher_rung() -> None:
     assert chosen[-1] == (0, "ddp8") and {"zero1x8", "zero2x8"} <= {word for _, word in chosen}
 
 
+@pytest.mark.alone
 def test_a_405b_on_16384_devices_is_searched_within_half_a_second() -> None:
     setting = Setting(job=job_of(dense(**LLAMA_405B)), cluster=cluster_of(2048))
     spent = []

@@ -39,15 +39,20 @@ def sampled(cell: Cell) -> bool:
     return case % 3 == 0 and (case // 3) % len(MODELS) == number
 
 
-def table_of(layout: str, schedule: str, model: str, compute: str, *, exact: bool) -> dict[str, Any]:
+def layers_of(layout: str) -> int:
+    """As few as divide into no number of stages, of which a rank may have two."""
+    return 2 * max(parse_layout(layout).pp, 2) + 1
+
+
+def table_of(layout: str, schedule: str, model: str, compute: str, *, exact: bool, n_layers: int = 9) -> dict[str, Any]:
     """16 samples a step in 8 microbatches of 2: ragged labels, dropout, recompute, clipping, groups.
 
-    9 layers divide into no number of stages; 131 tokens and 101 hidden units into no number of ranks; Llama has 8 query
-    heads for 2 key and value heads, fewer than 4 tp ranks.
+    5 and 9 layers divide into no number of stages; 131 tokens and 101 hidden units into no number of ranks; Llama has
+    8 query heads for 2 key and value heads, fewer than 4 tp ranks.
     """
     name, _, tied = model.partition(" ")
     table = recipe_table(name, compute, "adamw", STEPS)
-    sizes = {"n_layers": 9, "tied_embeddings": bool(tied)}
+    sizes = {"n_layers": n_layers, "tied_embeddings": bool(tied)}
     sizes |= {"n_heads": 8, "n_kv_heads": 2} if name == "llama" else {"n_heads": 4}
     degrees = parse_layout(layout)
     table["model"] = table["model"] | sizes

@@ -12,7 +12,7 @@ import pytest
 from meshwright.spec.layout import parse_layout
 from train.matrix import BOUNDS
 from train.parity import Record, largest_distances
-from train.spread_matrix import CELLS, sampled, table_of, trainings
+from train.spread_matrix import CELLS, layers_of, sampled, table_of, trainings
 
 Kind = tuple[str, bool]
 """Compute type, and whether gradients are summed exactly."""
@@ -27,10 +27,10 @@ def single(run_ranks):
     """What one process trains; each model once."""
     known: dict[Any, tuple[Record, str]] = {}
 
-    def train(schedule: str, model: str, kinds: list[Kind]) -> dict[Kind, tuple[Record, str]]:
+    def train(schedule: str, model: str, kinds: list[Kind], n_layers: int) -> dict[Kind, tuple[Record, str]]:
         found = {}
-        for kind, table in _tables("single", schedule, model, kinds).items():
-            at = (model, table["train"]["recompute"], kind)
+        for kind, table in _tables("single", schedule, model, kinds, n_layers).items():
+            at = (model, n_layers, table["train"]["recompute"], kind)
             if at not in known:
                 ((known[at],),) = run_ranks(1, trainings, table, limit_s=120.0)
             found[kind] = known[at]
@@ -49,8 +49,8 @@ def _kinds(layout: str, is_sample: bool) -> list[Kind]:
     return [("fp64", False), *([] if is_sample else [("fp32", False)]), ("fp32", True)]
 
 
-def _tables(layout: str, schedule: str, model: str, kinds: list[Kind]) -> dict[Kind, dict[str, Any]]:
-    tables = {kind: table_of(layout, schedule, model, kind[0], exact=kind[1]) for kind in kinds}
+def _tables(layout: str, schedule: str, model: str, kinds: list[Kind], n_layers: int) -> dict[Kind, dict[str, Any]]:
+    tables = {kind: table_of(layout, schedule, model, kind[0], exact=kind[1], n_layers=n_layers) for kind in kinds}
     for table in tables.values():
         if table["layout"]["pp"] == 1:
             table["layout"].pop("pp_schedule", None)
@@ -65,9 +65,10 @@ def test_a_layout_trains_what_one_process_trains(run_ranks, single, pytestconfig
     layout, schedule, model = cell
     degrees = parse_layout(layout)
     kinds = _kinds(layout, "not matrix" in pytestconfig.getoption("markexpr"))
-    tables = _tables(layout, schedule, model, kinds)
+    n_layers = layers_of(layout)
+    tables = _tables(layout, schedule, model, kinds, n_layers)
     ranks = run_ranks(degrees.world_size, trainings, *(tables[kind] for kind in kinds), limit_s=300.0, timeout_s=100.0)
-    expected = single(schedule, model, kinds)
+    expected = single(schedule, model, kinds, n_layers)
     for i, kind in enumerate(kinds):
         found, digest = ranks[0][i]
         for rank in ranks:
