@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from meshwright.cost.candidate import Candidate
 from meshwright.cost.memory import estimate
 from meshwright.cost.traffic import traffic
+from meshwright.plan.option import Options, option_of
 from meshwright.plan.price import price_s
 from meshwright.plan.search import ALIKE, CHUNK, Found, rung_of, runs, search
 from meshwright.plan.setting import Setting
@@ -102,6 +104,16 @@ def test_chunks_of_rows_are_priced_as_one() -> None:
     assert np.array_equal(whole.reserved_bytes, found.memory.reserved_bytes)
     assert np.array_equal(whole.fits, found.memory.fits)
     assert np.array_equal(traffic(setting.job, found.columns).total_bytes, found.sent_bytes)
+
+
+def test_an_option_of_a_search_is_explained_as_the_candidate_alone() -> None:
+    setting = Setting(job=job_of(dense()), cluster=cluster_of(4))
+    found = found_for(setting)
+    options, places = Options(setting.job, found), range(0, len(found.legal), len(found.legal) // 60)
+    assert {found.columns.at(place).pp for place in places} >= {1, 2, 4}
+    for place in places:
+        alone = option_of(replace(setting.job), found.columns.at(place))
+        assert options.at(place) == alone, alone.phrase
 
 
 def test_first_of_a_mask_is_the_least_key_of_it() -> None:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from meshwright.cost.candidate import RECOMPUTE, SCHEDULES, Candidate
 from meshwright.cost.logits import loss_kept, loss_now, parted_loss
-from meshwright.cost.memory import cached_bytes, estimate, outside_bytes, stages_of
+from meshwright.cost.memory import Memory, cached_bytes, estimate, outside_bytes, stages_of
 from meshwright.cost.quantities import Job, StageQuantities
 from meshwright.cost.terms import (
     MOMENTS,
@@ -41,14 +41,15 @@ MOMENT_WORDS: Final = {
 }
 
 
-def explain(job: Job, candidate: Candidate) -> MemoryEstimate:
+def explain(job: Job, candidate: Candidate, memory: Memory | None = None) -> MemoryEstimate:
     """The terms of one candidate's fullest moment, of its fullest stage, for one rank.
 
     Args:
         job: what is trained, and by which program.
         candidate: how it is cut.
+        memory: its estimate, if it is known already.
     """
-    found = estimate(job, candidate)
+    found = estimate(job, candidate) if memory is None else memory
     stage, moment = stages_of(job, candidate)[int(found.stage[0])], MOMENTS[int(found.moment[0])]
     q = StageQuantities(job, candidate, stage)
     amounts = {name: float(amount) for name, amount in moment_terms(q)[moment].items()}

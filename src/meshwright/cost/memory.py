@@ -16,14 +16,14 @@ allocator keeps their room (`transient = True` counts gradients only where they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.candidate import Column, Columns
-from meshwright.cost.quantities import Job, StageQuantities, tables_of
+from meshwright.cost.quantities import Job, StageQuantities
 from meshwright.cost.stages import Stage
 from meshwright.cost.terms import MOMENTS, moment_terms
 from meshwright.spec.model_spec import Bytes
@@ -53,6 +53,10 @@ class Memory:
     stage: NDArray[np.int64]
     fits: NDArray[np.int64]
 
+    def at(self, place: int) -> Memory:
+        """That of one candidate."""
+        return Memory(*(getattr(self, one.name)[place : place + 1] for one in fields(self)))
+
 
 def stages_of(job: Job, columns: Columns) -> tuple[str, ...]:
     """The kinds of stage that can be the fullest."""
@@ -69,10 +73,10 @@ def estimate(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) 
         columns: the candidates.
         stages: of a pipeline, that are looked at; None for all that can be the fullest.
     """
-    tables, n = tables_of(job), len(columns)
+    n = len(columns)
     sums, cached = [], []
     for stage in stages or stages_of(job, columns):
-        q = StageQuantities(job, columns, stage, tables)
+        q = StageQuantities(job, columns, stage)
         terms, idle = moment_terms(q), cached_bytes(q)
         exists = (np.asarray(columns.pp) > 2) | (stage != "middle")
         sums += [np.broadcast_to(sum(terms[moment].values()) * exists, (n,)) for moment in MOMENTS]

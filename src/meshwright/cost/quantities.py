@@ -31,7 +31,7 @@ FULL: Final = RECOMPUTE.index("full")
 GPIPE: Final = SCHEDULES.index("gpipe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class Job:
     """What is priced, besides the candidates.
 
@@ -54,24 +54,24 @@ class Job:
         """Tokens per sample."""
         return self.model.seq_len
 
+    @cached_property
+    def tables(self) -> StageTables:
+        """What the stages of its model hold, as its program cuts them."""
+        return StageTables(self.model, self.engine.cuts_by_cost)
+
 
 def rows_part(rows: int, tp: Column) -> Column:
     """The rows of the fullest tp rank over an even part of them, >= 1."""
     return -(-rows // tp) * tp / max(rows, 1) if rows else 1.0
 
 
-def tables_of(job: Job) -> StageTables:
-    """What the stages of its model hold, as its program cuts them."""
-    return StageTables(job.model, job.engine.cuts_by_cost)
-
-
 @final
 class StageQuantities:
     """Counts of one kind of stage, for every candidate. Names as in research: N parameters, Nb block, Nr root."""
 
-    def __init__(self, job: Job, columns: Columns, stage: Stage, tables: StageTables | None = None) -> None:
+    def __init__(self, job: Job, columns: Columns, stage: Stage) -> None:
         self.job, self.columns, self.stage = job, columns, stage
-        self.content: Content = content((tables or tables_of(job)).rows(columns, stage))
+        self.content: Content = content(job.tables.rows(columns, stage))
 
     @cached_property
     def is_first(self) -> Column:

@@ -86,6 +86,7 @@ class StageTables:
         per_layer = np.hstack([ones, per_layer])
         self._sums = np.vstack([np.zeros(NUMBERS + 1), np.cumsum(per_layer, axis=0)])
         self._weighed = weights_of(model, by_cost)
+        self._known: dict[tuple[int, Stage], Rows] = {}
 
     def rows(self, columns: Columns, stage: Stage) -> Rows:
         """(candidates, 1 + numbers of a layer): how many layers, then their sums; see `_row`.
@@ -98,19 +99,22 @@ class StageTables:
         is_v = np.asarray(columns.schedule) == V_SHAPED
         keys = np.asarray(columns.pp) * KEY + np.asarray(columns.chunks) * 2 + (is_v & (np.asarray(columns.pp) > 1))
         unique, place = np.unique(keys, return_inverse=True)
-        table = np.array([self._held(int(key) // KEY, int(key) % KEY // 2, bool(key % 2), stage) for key in unique])
+        table = np.array([self._held(int(key), stage) for key in unique])
         found: Rows = table[place.reshape(np.shape(keys))]
         return found
 
-    def _held(self, pp: int, chunks: int, is_v: bool, stage: Stage) -> Rows:
-        spans = spans_of_ranks(self._weighed, pp, chunks, is_v)
-        ranks = {"first": [0], "last": [pp - 1], "middle": list(range(1, pp - 1)) or [pp - 1]}
-        chosen = [stage] if isinstance(stage, int) else ranks[stage]
-        sums = [
-            sum((self._sums[one.stop] - self._sums[one.start] for one in spans[rank]), self._sums[0]) for rank in chosen
-        ]
-        largest: Rows = np.max(sums, axis=0)
-        return largest
+    def _held(self, key: int, stage: Stage) -> Rows:
+        if (key, stage) not in self._known:
+            pp = key // KEY
+            spans = spans_of_ranks(self._weighed, pp, key % KEY // 2, bool(key % 2))
+            ranks = {"first": [0], "last": [pp - 1], "middle": list(range(1, pp - 1)) or [pp - 1]}
+            chosen = [stage] if isinstance(stage, int) else ranks[stage]
+            self._known[key, stage] = np.max([self._sum(spans[rank]) for rank in chosen], axis=0)
+        return self._known[key, stage]
+
+    def _sum(self, spans: Sequence[range]) -> Rows:
+        total: Rows = sum((self._sums[one.stop] - self._sums[one.start] for one in spans), self._sums[0])
+        return total
 
 
 Weighed = tuple[tuple[tuple[int, int], ...], int | None]

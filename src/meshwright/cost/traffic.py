@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.candidate import RECOMPUTE, V_SHAPED, Candidate, Column, Columns
-from meshwright.cost.quantities import Job, StageQuantities, tables_of
-from meshwright.cost.stages import Stage, StageTables
+from meshwright.cost.quantities import Job, StageQuantities
+from meshwright.cost.stages import Stage
 from meshwright.cost.terms import tied_ends
 from meshwright.spec.estimate import Term
 
@@ -71,8 +71,8 @@ def traffic(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) -
         columns: the candidates.
         stages: of a pipeline, that are looked at for the one that sends most; None for all that can be it.
     """
-    tables, rows = tables_of(job), np.arange(len(columns))
-    amounts = np.stack([_amounts(TrafficQuantities(job, columns, one, tables)) for one in stages or _kinds(columns)])
+    rows = np.arange(len(columns))
+    amounts = np.stack([_amounts(TrafficQuantities(job, columns, one)) for one in stages or _kinds(columns)])
     busiest = amounts.sum(axis=1).argmax(axis=0)
     parts = amounts[busiest, :, rows].T  # (axes, candidates)
     return Traffic(tuple(parts), parts.sum(axis=0))
@@ -80,8 +80,7 @@ def traffic(job: Job, columns: Columns, stages: Sequence[Stage] | None = None) -
 
 def explain_traffic(job: Job, candidate: Candidate) -> tuple[Term, ...]:
     """What one candidate's busiest rank sends in a step: a term for each axis that sends anything."""
-    tables = tables_of(job)
-    each = [TrafficQuantities(job, candidate, one, tables) for one in _kinds(candidate)]
+    each = [TrafficQuantities(job, candidate, one) for one in _kinds(candidate)]
     q = max(each, key=lambda one: float(_amounts(one).sum()))
     amounts = {name: float(q.axis(name)) for name in AXES}
     return tuple(
@@ -109,9 +108,9 @@ def ring(ranks: Column) -> Column:
 class TrafficQuantities:
     """Counts of the ranks of one stage."""
 
-    def __init__(self, job: Job, columns: Columns, stage: Stage, tables: StageTables) -> None:
+    def __init__(self, job: Job, columns: Columns, stage: Stage) -> None:
         self.job, self.columns = job, columns
-        self.stage = StageQuantities(job, columns, stage, tables)
+        self.stage = StageQuantities(job, columns, stage)
         is_ours = job.states.cuts == "fsdp2"
         self.gather_bytes = min(job.states.parameter_bytes, float(job.engine.compute_bytes))
         self.reduce_bytes = float(job.engine.reduce_bytes) if is_ours else job.states.gradient_bytes

@@ -8,6 +8,7 @@ from typing import Final, Literal, final
 
 from meshwright.cost.candidate import RECOMPUTE, Candidate
 from meshwright.cost.explain import explain
+from meshwright.cost.memory import Memory
 from meshwright.cost.quantities import Job
 from meshwright.cost.traffic import explain_traffic
 from meshwright.plan.search import Found, is_planned, runs
@@ -180,15 +181,16 @@ class Options:
     def at(self, place: int) -> Option:
         """The legal candidate at that place."""
         if place not in self._made:
-            self._made[place] = option_of(self._job, self._found.columns.at(place))
+            found = self._found
+            self._made[place] = option_of(self._job, found.columns.at(place), found.memory.at(place))
         return self._made[place]
 
 
-def option_of(job: Job, candidate: Candidate) -> Option:
-    """Explain one candidate."""
+def option_of(job: Job, candidate: Candidate, memory: Memory | None = None) -> Option:
+    """Explain one candidate, whose memory may be known."""
     return Option(
         candidate=candidate,
-        memory=explain(job, candidate),
+        memory=explain(job, candidate, memory),
         sent=explain_traffic(job, candidate),
         runs=bool(runs(candidate)),
     )
