@@ -101,6 +101,41 @@ def test_a_style_that_does_not_fit_is_refused(table, fragments) -> None:
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
+WORDS = {"words": "replicated", "again": "replicated"}
+BRANCH = {"up": "column", "down": "row", "act": "replicated"}
+
+
+class Branch(nn.Module):
+    """A block with dropout of its own, whose attention has some too."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.branch, self.norm, self.dropout = Packed(), nn.LayerNorm(8), nn.Dropout2d(p)
+        self.branch.again, self.branch.words, self.branch.dropout = nn.Linear(8, 10), nn.Embedding(10, 8), nn.Dropout(p)
+        self.attention = nn.ModuleDict({"query": nn.Linear(8, 8), "out": nn.Linear(8, 8), "dropout": nn.Dropout(p)})
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("named", ["nothing", "branch", "all"])
+def test_dropout_that_may_see_a_part_needs_a_style(sequence, named) -> None:
+    table = {f"branch.{name}": style for name, style in (WORDS | BRANCH).items()}
+    table |= {"attention.query": "column:4", "attention.out": "row:4", "norm": "partial"}
+    table |= {"branch": "gather", "attention": "gather"} if sequence else {}
+    table |= {} if named == "nothing" else {"branch.dropout": "feature-dropout"}
+    table |= {"dropout": "sequence-dropout" if sequence else "replicated"} if named == "all" else {}
+    for p in (0.1, 0.0):
+        model = Branch(p)
+        model.dropout = nn.Dropout(p) if named == "all" else model.dropout  # what sequence-dropout knows
+        refused = (
+            r"`(branch\.)?dropout`" if named == "nothing" else "`dropout`" if sequence and named == "branch" else ""
+        )
+        if p and refused:
+            with pytest.raises(SpecError, match=refused + r".*(feature-dropout|sequence-dropout)"):
+                cut_tensors(model, rules_of(table), axis(0, 2), loss_parallel=True)
+        else:
+            cut_tensors(model, rules_of(table), axis(0, 2), loss_parallel=True)
+
+
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest() -> None:
     require_matches(Packed(), rules_of({"up": "column", "down.weight": "partial"}))
     with pytest.raises(SpecError, match=r"matches no module or parameter.*Nearest: 'down'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.nn as nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.errors import SpecError
 from meshwright.models.anatomy import bare_name
@@ -94,6 +95,26 @@ def require_sound(model: nn.Module, rules: TensorRules, styled: list[Found]) -> 
         rule = f"says nothing of {first_of(forgotten)}; where the sequence is cut, every parameter needs a style."
         raise SpecError("layout.tensor", rule, "`partial` is for whole weights on a part of the sequence or heads.")
     _require_named_beside(forgotten, styled)
+    _require_dropout_named(model, rules, styled)
+
+
+def _require_dropout_named(model: nn.Module, rules: TensorRules, styled: list[Found]) -> None:
+    """Refuse dropout without a style where it may see a part: ranks draw alike, so parts would be dropped alike.
+
+    Attention's own, over weights of heads (b, h, s, s), is known by its shape and needs no style.
+    """
+    columns = [found for found in styled if found.style.word == "column"]
+    beside = {id(found.around) for found in columns if found.style.pieces is None}
+    attention = {id(found.around) for found in columns if found.style.pieces is not None}
+    for prefix, around in model.named_modules():
+        for key, module in around.named_children():
+            name = bare_name(f"{prefix}.{key}" if prefix else key)
+            if not isinstance(module, _DropoutNd) or module.p == 0.0 or rules.style_of(name) is not None:
+                continue
+            if id(around) in beside or (rules.cuts_sequence and id(around) not in attention):
+                rule = "says nothing of this dropout, which may see a part of the features or of the sequence."
+                near = "`feature-dropout` between column and row, `sequence-dropout` behind it, `replicated` elsewhere."
+                raise SpecError(f"layout.tensor: `{name}`", rule, near)
 
 
 def _require_named_beside(forgotten: list[str], styled: list[Found]) -> None:
