@@ -35,9 +35,10 @@ types: setup  ## mypy, strict on the torch-free rooms
 contracts: setup  ## import-linter: which room may import which
 	$(BIN)/lint-imports
 
-matrix: setup  ## the big matrices, whole; writes docs/matrix.md
-	MESHWRIGHT_MATRIX=docs/matrix.md $(RUN) -m pytest -q tests/train/test_matrix.py
-	$(RUN) -m pytest -q -m matrix --ignore tests/train/test_matrix.py
+matrix: export MESHWRIGHT_MATRIX = docs/matrix.md
+matrix: setup  ## the big matrices, whole, with more steps; writes docs/matrix.md
+	$(RUN) -m pytest -q tests/train/test_matrix.py
+	$(RUN) -m pytest -q -n $(JOBS) -m matrix --ignore tests/train/test_matrix.py
 
 chaos: setup  ## kill and stop ranks at many moments
 	$(RUN) -m pytest -q -m chaos
